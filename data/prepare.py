@@ -1,0 +1,186 @@
+"""Data: text in, token files out. train.py calls `prepare` when its data is not there yet; by hand:
+
+    python data/prepare.py python                   # default: the source of this Python's standard library, ~11 MB
+    python data/prepare.py shakespeare              # 1.1 MB, downloaded
+    python data/prepare.py fineweb --shards 10      # GPT-2 tokens of FineWeb, 100M a shard, downloaded
+    python data/prepare.py my.txt                   # any text of yours
+
+A token file (.bin) is a header of 256 int32 (magic 20240520, version 1, number of tokens) and then uint16 tokens: the
+layout of the public FineWeb shards, used for everything. Text becomes bytes, vocabulary 256; FineWeb has GPT-2's
+50257. Every file is written under another name and renamed when complete, so one that is there is whole.
+"""
+import argparse
+import os
+import sys
+import sysconfig
+import urllib.error
+import urllib.request
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tiktoken
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parent
+MAGIC, VERSION, HEADER = 20240520, 1, 256 * 4
+SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+FINEWEB = "https://huggingface.co/datasets/kjj0/fineweb10B-gpt2/resolve/main"
+
+
+@dataclass
+class Dataset:
+    train: list                 # paths of token files
+    val: list
+    vocab_size: int
+    encoding: str               # "bytes" or "gpt2"
+
+
+def encoding(name):
+    """The tiktoken Encoding "bytes" (256 tokens, one a byte, needs no download) or "gpt2" (which does)."""
+    if name == "bytes":
+        return tiktoken.Encoding("bytes", pat_str=r"[^\n]*\n?", special_tokens={},
+                                 mergeable_ranks={bytes([i]): i for i in range(256)})
+    return tiktoken.get_encoding(name)
+
+
+def write_tokens(path, tokens):
+    """Write a token file, atomically. tokens: any sequence of ints under 65536."""
+    header = np.zeros(256, dtype=np.int32)
+    header[:3] = MAGIC, VERSION, len(tokens)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with open(part, "wb") as f:
+        f.write(header.tobytes())
+        f.write(np.asarray(tokens, dtype=np.uint16).tobytes())
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(part, path)
+
+
+def read_tokens(path):
+    """The tokens of a file, memory-mapped: uint16 (n,). ValueError, naming the file, if it is damaged or foreign."""
+    size = os.path.getsize(path)
+    header = np.fromfile(path, dtype=np.int32, count=256)
+    if len(header) < 256 or header[0] != MAGIC or header[1] != VERSION:
+        raise ValueError(f"{path} is not a token file (its header is not magic {MAGIC}, version {VERSION})")
+    if size != HEADER + 2 * int(header[2]):
+        raise ValueError(f"{path} is damaged: its header promises {header[2]} tokens, {HEADER + 2 * int(header[2])} "
+                         f"bytes, but it has {size}; delete it and prepare it again")
+    return np.memmap(path, dtype=np.uint16, mode="r", offset=HEADER, shape=(int(header[2]),))
+
+
+def download(url, path, check=None):
+    """Fetch url to path: progress bar, resumed after a break, size and `check(part)` verified, renamed when whole.
+    OSError with a sentence on what to do if it can't be had."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    have = part.stat().st_size if part.exists() else 0
+    try:
+        request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
+        try:
+            response = urllib.request.urlopen(request, timeout=60)
+        except urllib.error.HTTPError as e:
+            if e.code != 416:                           # 416: nothing left to send, or the part is longer than the file
+                raise
+            part.unlink()
+            have, response = 0, urllib.request.urlopen(url, timeout=60)
+        if response.status != 206:                      # a server without ranges starts from the first byte
+            have = 0
+        length = response.headers.get("Content-Length")
+        total = None if length is None else have + int(length)
+        with response, open(part, "ab" if have else "wb") as f, \
+                tqdm(total=total, initial=have, unit="B", unit_scale=True, desc=path.name) as bar:
+            while chunk := response.read(1 << 20):
+                f.write(chunk)
+                bar.update(len(chunk))
+    except OSError as e:                                # URLError, timeouts and resets are all OSErrors
+        raise OSError(f"could not download {url}: {e}. What has arrived is kept and the next try goes on from there. "
+                      f"Without a network, use --data python or a text file of yours, or place the file at {path}") from e
+    if total is not None and part.stat().st_size != total:
+        raise OSError(f"{url} broke off at {part.stat().st_size} of {total} bytes; run the same command to go on")
+    if check is not None:
+        try:
+            check(part)
+        except ValueError as e:
+            part.unlink()
+            raise OSError(f"what {url} sent is not what it should be, and was deleted: {e}") from e
+    os.replace(part, path)
+
+
+def from_text(folder, train, val):
+    """Token files of two texts, as bytes."""
+    enc = encoding("bytes")
+    for split, text in (("train", train), ("val", val)):
+        write_tokens(folder / f"{split}.bin", enc.encode(text, disallowed_special=()))
+    return folder
+
+
+def split_text(text, name):
+    """The last tenth is for validation."""
+    if not text.strip():
+        raise ValueError(f"{name} holds no text")
+    cut = len(text) * 9 // 10
+    return text[:cut], text[cut:]
+
+
+def stdlib_texts():
+    """The standard library's source, split by file: a file goes to validation if its name's CRC says so."""
+    lib = Path(sysconfig.get_paths()["stdlib"])
+    texts = {"train": [], "val": []}
+    skip = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "__pycache__"}
+    for path in sorted(lib.rglob("*.py")):
+        name = path.relative_to(lib)
+        if not skip & set(name.parts):
+            split = "val" if zlib.crc32(name.as_posix().encode()) % 20 == 0 else "train"
+            texts[split].append(path.read_text(encoding="utf-8", errors="replace"))
+    if not texts["train"] or not texts["val"]:
+        raise ValueError(f"found no standard library source under {lib}; use --data with a text file")
+    return "".join(texts["train"]), "".join(texts["val"])
+
+
+def prepare(name="python", root=ROOT, shards=1, url=FINEWEB):
+    """Make the data set `name` ("python", "shakespeare", "fineweb" or a text file) if it isn't there -> Dataset.
+    ValueError for a name or a text that can't be used, OSError for a download that failed."""
+    root = Path(root)
+    if name == "fineweb":
+        files = [f"fineweb_{s}_{i:06d}.bin" for s, i in [("val", 0)] + [("train", i) for i in range(1, shards + 1)]]
+        for f in files:
+            if not (root / name / f).exists():
+                download(f"{url}/{f}", root / name / f, read_tokens)
+        train = sorted((root / name).glob("fineweb_train_*.bin"))
+        return Dataset(train, [root / name / files[0]], 50257, "gpt2")
+    if name == "python":
+        folder, make = root / f"python-{sys.version_info[0]}.{sys.version_info[1]}.{sys.version_info[2]}", stdlib_texts
+    elif name == "shakespeare":
+        folder, raw = root / name, root / name / "input.txt"
+
+        def make():
+            if not raw.exists():
+                download(SHAKESPEARE, raw)
+            return split_text(raw.read_text(encoding="utf-8"), name)
+    elif Path(name).is_file():
+        data = Path(name).read_bytes()
+        folder = root / f"{Path(name).stem}-{zlib.crc32(data):08x}"             # another content, another folder
+
+        def make():
+            return split_text(data.decode("utf-8", errors="replace"), name)
+    else:
+        raise ValueError(f"no data set and no file is called {name!r}: choose python, shakespeare, fineweb, or a text file")
+    if not (folder / "val.bin").exists():               # written last
+        from_text(folder, *make())
+    return Dataset([folder / "train.bin"], [folder / "val.bin"], 256, "bytes")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Prepare a data set for train.py.")
+    parser.add_argument("name", nargs="?", default="python", help="python, shakespeare, fineweb, or a text file")
+    parser.add_argument("--shards", type=int, default=1, help="fineweb: how many training shards, 100M tokens each")
+    args = parser.parse_args()
+    try:
+        dataset = prepare(args.name, shards=args.shards)
+    except (ValueError, OSError) as error:
+        sys.exit(f"prepare.py: {error}")
+    for path in dataset.train + dataset.val:
+        print(f"{path}: {len(read_tokens(path)):,} tokens")

@@ -1,0 +1,556 @@
+"""UFP4: 4-bit pretraining on a uniform grid. The whole method in one file, to be read top to bottom.
+
+The method is "Rethinking Shrinkage Bias in LLM FP4 Pretraining: Geometric Origin, Systemic Impact, and UFP4
+Recipe" (Zhao et al., arXiv 2606.20381). In short:
+
+1. A linear layer costs three GEMMs a training step. Write M tokens, K in_features, N out_features:
+
+       GEMM 1  fprop   Y  (M, N) = X    (M, K) W (N, K)^T    contracts over K
+       GEMM 2  dgrad   dX (M, K) = dY   (M, N) W (N, K)      contracts over N
+       GEMM 3  wgrad   dW (N, K) = dY^T (N, M) X (M, K)      contracts over M
+
+   4-bit training quantizes both operands of all three, in blocks of 16 values along the dimension that the GEMM
+   contracts. A block shares one scale s = amax / g_max; each value becomes a 4-bit code: x ~ s * rho(x / s).
+
+2. The accelerator's 4-bit float, E2M1, has magnitudes 0 0.5 1 1.5 2 3 4 6. Where the spacing doubles, at 2 and at
+   4, more numbers round down to the level than up to it: with a locally uniform density the expected error in the
+   bin of level q_i is (l_i - r_i) / 2, l and r the bin's half-widths: -0.125 at 2 and -0.25 at 4. So rounding to
+   nearest shrinks: <Q(A), A> / <A, A> = alpha < 1 (0.9959 on Gaussian data). Noise averages out over a deep
+   network; a factor alpha_A alpha_B per GEMM compounds. A uniform grid has l = r, and no such bias.
+
+3. The random Hadamard transform (RHT) spreads an outlier over its block. That serves a uniform grid, which lacks
+   dynamic range, and hurts E2M1: it moves mass from the tails to the middle magnitudes, where the lopsided bins are.
+
+4. Hence the recipe: a uniform grid (E1M2 or INT4), RHT on both operands of all three GEMMs, and stochastic rounding
+   (SR) on dY alone. `RECIPES` below has it as one row of data, beside the baselines that it is compared with.
+
+Here the arithmetic is emulated ("fake quantization"): operands are rounded to values that 4 bits can hold, then
+multiplied as ordinary floats, in float32 for float32 inputs and in bfloat16 under autocast. A 4-bit code times an
+FP32 scale does not fit bfloat16's 8 significant bits, so on that path each operand is rounded once more; in float32
+the products are exact. Real 4-bit storage is what `quantize` returns.
+
+    import ufp4
+    model = ufp4.convert(model, recipe="ufp4")      # any model with nn.Linear layers, then train as before
+"""
+import dataclasses
+import functools
+import math
+import random
+import warnings
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+# ---------------------------------------------------------------------------------------------------------------
+# 1. Formats: what four bits can say
+
+
+@dataclass(frozen=True)
+class Format:
+    """A 4-bit element format: a sign and the 3 bits of a magnitude, `c`.
+
+    The low `mbits` bits of c are the mantissa m, the rest is the exponent e. As in IEEE 754, e = 0 is the subnormal
+    range, with the same spacing as e = 1 and no hidden bit:
+
+        magnitude = min_normal * 2^-mbits * (m                if e == 0 else
+                                             (2^mbits + m) * 2^(e-1))
+
+    E2M1 has exponents 0..3, so the spacing goes 0.5, 0.5, 1, 2: lopsided bins where it changes.
+    E1M2 has exponents 0 and 1 only, and those two share one spacing: 0 .25 .5 .75 | 1 1.25 1.5 1.75. That is how
+    a float with an exponent bit comes to be a uniform grid.
+    INT4 has no exponent bits at all: every code is "subnormal", a plain integer 0..7. Its grid is E1M2's times 4;
+    since the scale absorbs the 4, E1M2 and INT4 decode to identical values. They differ in the nibble alone: E1M2
+    (and E2M1) keep the sign in bit 3, INT4 is two's complement and never uses -8, which has no positive partner.
+    """
+    name: str
+    mbits: int                  # mantissa bits
+    min_normal: float           # smallest magnitude with a hidden bit; the spacing is constant below twice this
+    max: float                  # g_max: the level that a block's amax is scaled to
+    uniform: bool               # equal spacing throughout, so no shrinkage
+    twos_complement: bool = False
+
+    @property
+    def levels(self):
+        """The 8 magnitudes, ascending; the index is the code without its sign."""
+        unit, half = self.min_normal * 2.0**-self.mbits, 1 << self.mbits
+        return tuple(unit * (c if c < half else (half + c % half) * 2 ** (c // half - 1)) for c in range(8))
+
+    @property
+    def values(self):
+        """What each of the 16 nibbles decodes to."""
+        if self.twos_complement:
+            return self.levels + (-8.0,) + tuple(-v for v in self.levels[:0:-1])
+        return self.levels + tuple(-v for v in self.levels)
+
+
+FORMATS = {f.name: f for f in (
+    Format("e2m1", mbits=1, min_normal=1.0, max=6.0, uniform=False),
+    Format("e1m2", mbits=2, min_normal=1.0, max=1.75, uniform=True),
+    Format("int4", mbits=3, min_normal=8.0, max=7.0, uniform=True, twos_complement=True),
+)}
+SCALES = ("fp32", "e4m3", "e8m0")
+GEMMS = ("fprop", "dgrad", "wgrad")
+OPERANDS = ("x", "w", "dy")
+
+
+@functools.cache
+def get_format(name):
+    """The Format of that name. A suffix restricts the range: "e2m1-max3" scales amax to 3, so that the codes of 4 and
+    6 are never used and the grid kept is nearly uniform (section 4, range-restricted E2M1). ValueError if unknown."""
+    base, _, top = name.partition("-max")
+    if base in FORMATS:
+        levels = {f"{v:g}": v for v in FORMATS[base].levels[1:]}
+        if top in levels:
+            return dataclasses.replace(FORMATS[base], name=name, max=levels[top])
+        if name == base:
+            return FORMATS[base]
+    raise ValueError(f"unknown format {name!r}: choose from {', '.join(FORMATS)}, or restrict one to one of its "
+                     "levels as in e2m1-max3")
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# 2. Scales: one per block
+
+
+def pow2_floor(x):
+    """The largest power of two <= x, elementwise, for positive normal float32: the exponent bits alone."""
+    return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
+
+
+def pow2_ceil(x):
+    """The smallest power of two >= x: any mantissa bit carries into the exponent."""
+    return ((x.view(torch.int32) + 0x007FFFFF) & 0x7F800000).view(torch.float32)
+
+
+E4M3_MAX = 448.0                # 1.75 * 2^8; E4M3's normals start at 2^-6 and have 3 mantissa bits
+TINY = 2.0**-149                # the smallest positive float32: keeps a scale of tiny values from rounding to zero
+
+
+def block_scales(amax, fmt, scale):
+    """Scales from the block maxima `amax` (float32, any shape): (block scales, tensor scale).
+
+    fp32  s = amax / g_max, one FP32 a block: the paper's choice (section 3).
+    e4m3  two levels, as in NVFP4 (arXiv 2509.25149): one FP32 t = amax(tensor) / (448 g_max) for the tensor, and
+          s = E4M3(amax / (g_max t)) a block.
+    e8m0  a power of two, as in OCP's MX: for E2M1 s = 2^(floor(log2 amax) - 2), because E2M1's largest binade is 2^2.
+
+    NVFP4 rounds s to nearest and MX rounds it down, so about half of all E4M3 blocks and many E8M0 blocks have
+    amax / s > g_max: their largest values clip. Clipping shrinks, and no rounding of the remainder can undo it: the
+    slope alpha of E2M1 under *stochastic* rounding on Gaussian data is 1.0000 with FP32 scales, but 0.9966 (E4M3)
+    and 0.981 (E8M0) by these rules (`python bench.py bias`). E2M1 follows the rules of its standards to the letter.
+    For a uniform grid, which exists to be free of bias, the same scales round UP: nothing clips, SR stays unbiased,
+    and the price is a grid that is slightly coarser.
+    """
+    if scale == "fp32":
+        s, t = (amax / fmt.max).clamp(min=TINY), 1.0
+    elif scale == "e4m3":
+        t = (amax.amax() / (E4M3_MAX * fmt.max)).clamp(min=TINY)
+        r = amax / fmt.max / t
+        step = pow2_floor(r.clamp(min=2.0**-6)) * 2.0**-3               # E4M3's spacing at r
+        s = (torch.ceil(r / step) if fmt.uniform else torch.round(r / step)) * step
+        s, t = s.clamp(max=E4M3_MAX), t
+    else:
+        r = amax / fmt.max
+        s = pow2_ceil(r) if fmt.uniform else pow2_floor(amax) / 2.0 ** math.floor(math.log2(fmt.max))
+        s, t = torch.where(r <= 2.0**-127, 2.0**-127, s.clamp(min=2.0**-127)), 1.0
+    return torch.where(amax < math.inf, s, math.nan), t                 # a block with NaN or Inf stays non-finite
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# 3. Rounding: one function for every format, nearest and stochastic
+
+
+def round_to_grid(a, fmt, noise=None):
+    """Round magnitudes `a` (float32, 0 <= a <= fmt.max) to the format's grid.
+
+    The spacing at a is that of its binade, and constant in the subnormal range. Divided by it (a power of two, so
+    exactly), a rounds to an integer: to nearest, ties to the even integer, which is also the even code; or, given
+    `noise` uniform in (0, 1), stochastically between its two neighbours, up with probability equal to the fraction.
+    A value on the grid stays where it is.
+    """
+    step = pow2_floor(a).clamp(min=fmt.min_normal) * 2.0**-fmt.mbits
+    return (torch.round(a / step) if noise is None else torch.floor(a / step + noise)) * step
+
+
+def random_bytes(shape, device, generator=None):
+    """Noise for stochastic rounding: two random bytes an element, uint8 of shape (2, *shape).
+
+    Stochastic rounding needs far fewer random bits than a float32 holds, and on a CPU they are its main cost.
+    `generator` as in torch.rand: None stands for the device's default one, which torch.manual_seed seeds.
+    """
+    n = 2 * math.prod(shape)
+    words = torch.empty(-(-n // 8), dtype=torch.int64, device=device).random_(-2**63, None, generator=generator)
+    return words.view(torch.uint8)[:n].view(2, *shape)
+
+
+def uniform(bits):
+    """(2, ...) random bytes -> float32 in (0, 1), centred: mean exactly 1/2, so a rounding error of at most 2^-17 of
+    a step is all the bias that 16 bits leave. Without the half, truncated noise would itself shrink."""
+    high, low = bits.float().unbind(0)
+    return (high * 256 + low + 0.5) * 2.0**-16
+
+
+def snap(x, bits, dim, fmt, scale, block, two_d):
+    """x (R, C) float32 -> its values on the grid q, block scales s, tensor scale t, with x ~ q * s * t.
+
+    `dim` is the blocked dimension: -1 gives q (R, C/block, block) and s (R, C/block, 1); -2 gives
+    q (R/block, block, C) and s (R/block, 1, C), which is the transposed operand without transposing it.
+    """
+    xb = x.unflatten(dim, (-1, block))
+    amax = xb.abs().amax(dim, keepdim=True)
+    if two_d:                                   # blocks of block x block: `block` neighbouring blocks share an amax
+        other = -3 if dim == -1 else -1
+        tiles = amax.unflatten(other, (-1, block))
+        amax = tiles.amax(other, keepdim=True).expand_as(tiles).reshape(amax.shape)
+    s, t = block_scales(amax, fmt, scale)
+    # Divide: multiplying by a reciprocal changes codes, and overflows for tiny blocks. An E4M3 scale may have rounded
+    # to 0, and the block decodes to 0. Clamp before rounding: x / s can exceed g_max by an ulp, or more (above).
+    d = s * t
+    a = (xb.abs() / torch.where(d == 0, math.inf, d)).clamp(max=fmt.max)
+    q = round_to_grid(a, fmt, None if bits is None else uniform(bits.unflatten(dim, (-1, block))))
+    return torch.copysign(q, xb), s, t
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# 4. The random Hadamard transform
+
+
+def hadamard(n):
+    """The n x n Sylvester-Hadamard matrix, n a power of two, scaled by 1/sqrt(n) to be orthonormal (and symmetric).
+    ValueError for another n."""
+    if n < 1 or n & (n - 1):
+        raise ValueError(f"a Sylvester-Hadamard matrix has a power of two of rows, not {n}")
+    h = torch.ones(1, 1)
+    while len(h) < n:
+        h = torch.cat((torch.cat((h, h), 1), torch.cat((h, -h), 1)))
+    return h * n**-0.5
+
+
+def random_signs(seed, n=16):
+    """n signs, +1.0 or -1.0, a fixed function of the seed."""
+    bits = random.Random(seed).getrandbits(n)
+    return tuple(1.0 - 2.0 * (bits >> i & 1) for i in range(n))
+
+
+def rht(x, signs, n=16, dim=-1):
+    """x -> x S H in blocks of n along `dim`: S = diag(signs), H = hadamard(n). Shape kept, result float32.
+
+    Orthonormal, so (X S H) (W S H)^T = X W^T: the GEMM undoes it, if both operands use the same signs and both are
+    rotated along the dimension it contracts. Each output is a signed sum of n inputs: outliers spread out. H is
+    never formed: log2(n) rounds of sums and differences, in a fixed order, so every machine gets the same bits.
+    The result is not rounded to x.dtype, which would flip 0.5% of the codes that follow.
+    Raises ValueError if the length along dim is not a multiple of n, n not a power of two, or not n signs.
+    """
+    if n < 1 or n & (n - 1) or x.shape[dim] % n:
+        raise ValueError(f"rht needs blocks of a power of two that divide the dimension: got n = {n} for {x.shape[dim]}")
+    if len(signs) != n:
+        raise ValueError(f"rht with n = {n} needs {n} signs, got {len(signs)}")
+    dim = dim % x.dim() - x.dim()                       # counted from the end, as unbind and stack below need it
+    v = [a * s for a, s in zip(x.float().unflatten(dim, (-1, n)).unbind(dim), signs)]
+    h = 1
+    while h < n:
+        for i in range(0, n, 2 * h):
+            for j in range(i, i + h):
+                v[j], v[j + h] = v[j] + v[j + h], v[j] - v[j + h]
+        h *= 2
+    return (torch.stack(v, dim) * n**-0.5).flatten(dim - 1, dim)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# 5. quantize and fake_quantize
+
+
+@dataclass
+class Quantized:
+    """Packed 4-bit values, two a byte."""
+    codes: torch.Tensor                 # uint8 (..., K/2): element 2i in the low nibble, 2i + 1 in the high one
+    scale: torch.Tensor                 # (..., K/block): float32, float8_e4m3fn or float8_e8m0fnu
+    tensor_scale: torch.Tensor | float  # float32 scalar of the two-level kind; 1.0 for the others
+    fmt: Format
+
+    def dequantize(self):
+        """float32 (..., K)."""
+        nibbles = torch.stack((self.codes & 15, self.codes >> 4), -1).flatten(-2)
+        q = torch.tensor(self.fmt.values, device=self.codes.device)[nibbles.int()]
+        blocks = q.unflatten(-1, (self.scale.shape[-1], -1))
+        return ((blocks * self.scale.float().unsqueeze(-1)) * self.tensor_scale).flatten(-2)
+
+
+def check(shape, fmt, scale, block, two_d):
+    """Raise ValueError, with what was given and what is allowed, for arguments that quantize can't serve."""
+    if scale not in SCALES:
+        raise ValueError(f"unknown scale {scale!r}: choose from {', '.join(SCALES)}")
+    if block < 2 or block % 2:
+        raise ValueError(f"block must be even and positive, got {block}: two codes share a byte")
+    if not shape or shape[-1] % block or not shape[-1]:
+        raise ValueError(f"the last dimension must be a multiple of the block: got K = {shape[-1] if shape else 0}, "
+                         f"block = {block}")
+    if two_d and (len(shape) < 2 or shape[-2] % block):
+        raise ValueError(f"2-D scaling needs both last dimensions to be multiples of {block}, got {tuple(shape)}")
+    return get_format(fmt)
+
+
+def quantize(x, fmt="e1m2", scale="fp32", block=16, stochastic=False, generator=None, two_d=False):
+    """Quantize x (..., K), any float dtype, to 4-bit codes in blocks of 1 x `block` along the last dimension.
+
+    fmt "e2m1", "e1m2" or "int4"; scale "fp32", "e4m3" (meant for block=16) or "e8m0" (for block=32), see
+    `block_scales`. Rounds to nearest, ties to the even code, or stochastically with noise from `generator` (None:
+    torch's default one). two_d shares a scale among block x block values of the last two dimensions, as NVFP4 does
+    for weights, so that W and W^T quantize alike. Returns a `Quantized`. A block with NaN or Inf decodes to NaN.
+    Raises ValueError for an unknown name, and where K is not a multiple of the block.
+    """
+    f = check(x.shape, fmt, scale, block, two_d)
+    bits = random_bytes((x.numel() // x.shape[-1], x.shape[-1]), x.device, generator) if stochastic else None
+    q, s, t = snap(x.detach().float().reshape(-1, x.shape[-1]), bits, -1, f, scale, block, two_d)
+    index = torch.bucketize(q.abs(), torch.tensor(f.levels, device=x.device)).clamp(max=7)      # NaN: any code will do
+    index = torch.where(q.signbit(), -index & 15 if f.twos_complement else index | 8, index)
+    codes = index.to(torch.uint8).reshape(*x.shape[:-1], -1, 2)
+    stored = {"fp32": torch.float32, "e4m3": torch.float8_e4m3fn, "e8m0": torch.float8_e8m0fnu}[scale]
+    return Quantized(codes[..., 0] | codes[..., 1] << 4, s.to(stored).reshape(*x.shape[:-1], -1), t, f)
+
+
+def fake_quantize(x, fmt="e1m2", scale="fp32", block=16, stochastic=False, generator=None, two_d=False):
+    """quantize(...).dequantize(), bit for bit, without packing. Same arguments; float32 (..., K)."""
+    f = check(x.shape, fmt, scale, block, two_d)
+    flat = x.reshape(-1, x.shape[-1])
+    bits = random_bytes(flat.shape, x.device, generator) if stochastic else None
+    return fused(flat, bits, None, -1, f, scale, block, two_d, torch.float32).view(x.shape)
+
+
+def rotate_round(x, bits, signs, dim, fmt, scale, block, two_d, dtype):
+    """RHT (unless signs is None), quantize, dequantize x (R, C) in blocks along dim; elementwise ops throughout."""
+    x = x.float() if signs is None else rht(x, signs, len(signs), dim)
+    q, s, t = snap(x, bits, dim, fmt, scale, block, two_d)
+    v = q * s * t
+    if fmt.twos_complement:                     # INT4 has one zero: -0.0, which its codes can't say, becomes +0.0
+        v = torch.where(q.abs() > 0, v, s * 0.0)
+    return v.flatten(dim - 1, dim).to(dtype)
+
+
+def fused(x, *args):
+    """rotate_round, through torch.compile where that pays: one pass over memory in place of thirty, the same bits.
+    Compiling takes seconds, once per combination of arguments; small tensors do without."""
+    x = x.detach()
+    if x.numel() < 2**14 or torch.compiler.is_compiling() or not can_compile(x.device.type):
+        return rotate_round(x, *args)
+    # Sizes of x may vary; the rest, the format's numbers above all, are constants of the compiled code.
+    with torch._dynamo.config.patch(specialize_int=True, specialize_float=True, recompile_limit=64):
+        return compiled()(x, *args)
+
+
+@functools.cache
+def compiled():
+    return torch.compile(rotate_round, dynamic=True)
+
+
+@functools.cache
+def can_compile(device):
+    """Whether torch.compile works here: on a CPU it needs a C++ compiler. Says so once if not."""
+    try:
+        torch.compile(lambda x: x + 1)(torch.zeros(16, device=device))
+        return True
+    except Exception as e:
+        warnings.warn(f"torch.compile does not work here, so quantization runs uncompiled and several times slower "
+                      f"(on a CPU, install a C++ compiler such as g++): {type(e).__name__}: {str(e).splitlines()[0]}")
+        return False
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# 6. Recipes: what is quantized how. One row of data each
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the three GEMMs of a linear layer quantize their operands. dataclasses.replace changes a field.
+    Raises ValueError if a field's value is not among those that exist."""
+    name: str
+    fmt: str | None = "e1m2"            # element format; None: no quantization at all
+    scale: str = "fp32"                 # block scales: fp32, e4m3 or e8m0
+    block: int = 16                     # values that share a scale, along the contraction dimension
+    rht: tuple = ()                     # GEMMs whose two operands are rotated
+    sr: tuple = ()                      # operands rounded stochastically, in each GEMM they enter; the rest: nearest
+    two_d: bool = False                 # W in block x block tiles
+    rht_block: int = 16                 # size of the Hadamard matrix
+    sign_seed: int = 0                  # fixes the random signs of the RHT
+
+    def __post_init__(self):
+        for field, allowed in (("rht", GEMMS), ("sr", OPERANDS)):
+            if not set(getattr(self, field)) <= set(allowed):
+                raise ValueError(f"{field} takes some of {', '.join(allowed)}, got {getattr(self, field)!r}")
+        if self.fmt is not None:
+            check((self.block, self.block), self.fmt, self.scale, self.block, self.two_d)
+        hadamard(self.rht_block)
+        if self.unit % self.block:
+            raise ValueError(f"block = {self.block} and rht_block = {self.rht_block}: one must divide the other")
+
+    @property
+    def unit(self):
+        """What in_features and out_features must be multiples of, and tokens are padded to."""
+        return max(self.block, self.rht_block if self.rht else 1)
+
+
+RECIPES = {r.name: r for r in (
+    Recipe("bf16", fmt=None),
+    Recipe("ufp4", "e1m2", rht=GEMMS, sr=("dy",)),                            # the method (the paper's Table 1)
+    Recipe("ufp4-int4", "int4", rht=GEMMS, sr=("dy",)),                       # same values, other nibbles
+    Recipe("ufp4-e4m3", "e1m2", "e4m3", rht=GEMMS, sr=("dy",)),               # with NVFP4's two-level scales
+    Recipe("ufp4-mx", "e1m2", "e8m0", 32, rht=GEMMS, sr=("dy",)),             # with MX's power-of-two scales
+    Recipe("e2m1", "e2m1", rht=("wgrad",), sr=("dy",)),                     # the paper's strong baseline (Table 1)
+    Recipe("e2m1-full-rht", "e2m1", rht=GEMMS, sr=("dy",)),
+    Recipe("e2m1-max2", "e2m1-max2", rht=GEMMS, sr=("dy",)),                  # 0 .5 1 1.5 2: uniform, 3.2 bits
+    Recipe("e2m1-max3", "e2m1-max3", rht=GEMMS, sr=("dy",)),
+    Recipe("e2m1-max4", "e2m1-max4", rht=GEMMS, sr=("dy",)),
+    Recipe("nvfp4", "e2m1", "e4m3", rht=("wgrad",), sr=("dy",), two_d=True),        # arXiv 2509.25149
+    Recipe("mxfp4", "e2m1", "e8m0", 32, rht=("wgrad",), sr=("dy",)),        # the e2m1 row with OCP MX scales
+)}
+
+
+def get_recipe(recipe):
+    """A Recipe from its name (or itself). ValueError, listing RECIPES, for an unknown one."""
+    if isinstance(recipe, Recipe):
+        return recipe
+    if recipe not in RECIPES:
+        raise ValueError(f"unknown recipe {recipe!r}: choose from {', '.join(RECIPES)}")
+    return RECIPES[recipe]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# 7. The three GEMMs
+
+
+def quantize_operand(x, operand, gemm, dim, recipe):
+    """One operand of one GEMM, quantized along dim (-1 or -2), which that GEMM contracts. Shape and dtype kept."""
+    flat = x.reshape(-1, x.shape[-1])           # the experts of W (E, N, K) stack up: N is a multiple of the block
+    bits = random_bytes(flat.shape, x.device) if operand in recipe.sr else None
+    signs = random_signs(recipe.sign_seed, recipe.rht_block) if gemm in recipe.rht else None
+    fmt, two_d = get_format(recipe.fmt), recipe.two_d and operand == "w"
+    return fused(flat, bits, signs, dim, fmt, recipe.scale, recipe.block, two_d, x.dtype).view(x.shape)
+
+
+def matmul(a, b, offs):
+    """a @ b, or with offs one product per group of rows (contracted rows, if b is 2-D)."""
+    return a @ b if offs is None else F.grouped_mm(a, b, offs=offs)
+
+
+def pad_tokens(x, offs, unit):
+    """Pad the tokens of x (M, C) with zeros until each group fills whole blocks; returns it with its offsets.
+
+    A zero quantizes to zero and adds nothing to a sum over tokens, so wgrad is unchanged, but no block straddles two
+    experts. The padded length depends on shapes alone: asking the GPU how many rows it needs would stall it.
+    """
+    if offs is None:
+        return F.pad(x, (0, 0, 0, -len(x) % unit)), None
+    ends = torch.cumsum((counts(offs) + unit - 1) // unit * unit, 0)            # where each padded group ends
+    rows = torch.arange(len(x), device=x.device)
+    group = torch.searchsorted(offs, rows, right=True)
+    starts = ends - (counts(offs) + unit - 1) // unit * unit
+    to = rows + (starts - offs + counts(offs))[group]
+    padded = x.new_zeros((len(x) + len(offs) * (unit - 1)) // unit * unit, x.shape[1])
+    return padded.index_copy_(0, to, x), ends.to(torch.int32)
+
+
+def counts(offs):
+    """Group sizes from group ends."""
+    return torch.diff(offs, prepend=offs.new_zeros(1))
+
+
+class QuantizedMatmul(torch.autograd.Function):
+    """Y = X W^T with all three training GEMMs on quantized operands. `q` names operand, GEMM and blocked dimension."""
+
+    @staticmethod
+    def forward(ctx, x, w, offs, recipe):
+        q = functools.partial(quantize_operand, recipe=recipe)
+        ctx.save_for_backward(x, w, offs)
+        ctx.recipe = recipe
+        # GEMM 1, fprop: Y (M, N) = X (M, K) W^T (K, N), blocks along K
+        return matmul(q(x, "x", "fprop", -1), q(w, "w", "fprop", -1).to(x.dtype).mT, offs)
+
+    @staticmethod
+    def backward(ctx, dy):
+        q = functools.partial(quantize_operand, recipe=ctx.recipe)
+        x, w, offs = ctx.saved_tensors
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            # GEMM 2, dgrad: dX (M, K) = dY (M, N) W (N, K), blocks along N
+            dx = matmul(q(dy, "dy", "dgrad", -1), q(w, "w", "dgrad", -2).to(dy.dtype), offs)
+        if ctx.needs_input_grad[1]:
+            # GEMM 3, wgrad: dW (N, K) = dY^T (N, M) X (M, K), blocks along M
+            (dy, ends), (x, _) = pad_tokens(dy, offs, ctx.recipe.unit), pad_tokens(x, offs, ctx.recipe.unit)
+            dw = matmul(q(dy, "dy", "wgrad", -2).mT, q(x, "x", "wgrad", -2), ends).to(w.dtype)
+        return dx, dw, None, None
+
+
+def linear(x, w, recipe, offs=None):
+    """X (..., K) times W (N, K)^T under a recipe -> (..., N). Differentiable; like F.linear, obeys autocast.
+
+    Grouped, for mixtures of experts: W (E, N, K), X (M, K) sorted by expert, and offs (E,) int32, the row at which
+    each expert's tokens end (offs[-1] = M; an expert without tokens repeats its predecessor's end).
+    Raises ValueError if N or K is not a multiple of recipe.unit.
+    """
+    recipe = get_recipe(recipe)
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    if recipe.fmt is None:
+        return F.linear(x, w.to(x.dtype)) if offs is None else F.grouped_mm(x, w.to(x.dtype).mT, offs=offs)
+    check_features(*w.shape[-2:], recipe)
+    return QuantizedMatmul.apply(x.reshape(-1, x.shape[-1]), w, offs, recipe).view(*x.shape[:-1], w.shape[-2])
+
+
+def check_features(n, k, recipe, name="a linear layer"):
+    if recipe.fmt is not None and (n % recipe.unit or k % recipe.unit):
+        raise ValueError(f"recipe {recipe.name!r} quantizes blocks of {recipe.unit} along both features, but {name} has "
+                         f"in_features = {k}, out_features = {n}; leave it out with skip=, or change its size")
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# 8. Into a model
+
+
+class Linear(nn.Linear):
+    """nn.Linear whose three GEMMs follow a recipe (a name or a Recipe). The bias stays in high precision."""
+
+    def __init__(self, in_features, out_features, bias=True, device=None, dtype=None, recipe="ufp4"):
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.recipe = get_recipe(recipe)
+        check_features(out_features, in_features, self.recipe)
+
+    def forward(self, x):
+        y = linear(x, self.weight, self.recipe)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def extra_repr(self):
+        return f"{super().extra_repr()}, recipe={self.recipe.name}"
+
+
+SKIP = ("lm_head",)
+
+
+def convert(model, recipe="ufp4", skip=SKIP):
+    """Make every nn.Linear of a model follow a recipe, in place, and return the model.
+
+    Each layer stays the same object with the same parameters (so dtype, device, bias, ties and hooks survive) and
+    changes class to `Linear`. `skip` names layers to leave alone: a whole dotted name, or any part of it ("lm_head",
+    "blocks.0"). Subclasses of nn.Linear are left alone too: they have a forward of their own. Converting
+    again changes the recipe. Raises ValueError, before anything is changed, if the recipe is unknown, a name that the
+    caller skips matches no linear layer, no layer is left, or a layer's size does not fit the recipe's blocks.
+    """
+    recipe = get_recipe(recipe)
+    skip = (skip,) if isinstance(skip, str) else skip
+    layers = {name: m for name, m in model.named_modules() if type(m) in (nn.Linear, Linear)}
+    skipped = {s: [name for name in layers if f".{s}." in f".{name}."] for s in skip}
+    unknown = [s for s, names in skipped.items() if not names]
+    if unknown and skip is not SKIP:
+        raise ValueError(f"skip names {', '.join(map(repr, unknown))}, which matches no linear layer; there are: "
+                         f"{', '.join(layers) or 'none'}")
+    kept = {id(layers[name]) for names in skipped.values() for name in names}
+    chosen = {name: m for name, m in layers.items() if id(m) not in kept}
+    if not chosen:
+        raise ValueError(f"nothing to convert: the model's nn.Linear layers are {', '.join(layers) or 'none'}, "
+                         f"skipped: {', '.join(skip) or 'none'}")
+    for name, m in chosen.items():
+        check_features(m.out_features, m.in_features, recipe, f"layer {name!r}")
+    for m in chosen.values():
+        m.__class__, m.recipe = Linear, recipe
+    return model
