@@ -171,9 +171,9 @@ class GPT(nn.Module):
 PRESETS = {
     #                  layers    dim       heads     hidden       experts      top_k      context        a step
     "nano":       dict(layers=4, dim=128, heads=4, hidden=352, experts=0, top_k=0, seq_len=256, batch_size=8,
-                       steps=600, lr=3e-3, warmup=50),
+                       steps=800, lr=3e-3, warmup=80),
     "nano-moe":   dict(layers=4, dim=128, heads=4, hidden=96, experts=16, top_k=3, seq_len=256, batch_size=8,
-                       steps=600, lr=3e-3, warmup=50),
+                       steps=800, lr=3e-3, warmup=80),
     "small":      dict(layers=8, dim=512, heads=8, hidden=1408, experts=0, top_k=0, seq_len=1024, batch_size=32,
                        steps=2000, lr=1e-3, warmup=200),
     "small-moe":  dict(layers=8, dim=512, heads=8, hidden=352, experts=32, top_k=3, seq_len=1024, batch_size=32,
@@ -215,9 +215,10 @@ def parse_args(argv=None):
     add("--data", default="python", help="python, shakespeare, fineweb, or a text file")
     add("--out", help="directory for log and checkpoints (default: out/MODEL-RECIPE-sSEED)")
     add("--resume", action="store_true", help="go on from the last checkpoint in OUT")
+    add("--branch", metavar="CKPT", help="start from this checkpoint of a run that may differ in its recipe")
     add("--seed", type=natural, default=0, help="of weights, batches and stochastic rounding")
     add("--device", default="cuda" if on_gpu else "cpu", help="cpu, cuda, cuda:1, ...")
-    add("--dtype", choices=("float32", "bfloat16"), help="of GEMMs, by autocast (default: float32 on a CPU, else bfloat16)")
+    add("--dtype", choices=("float32", "bfloat16"), help="of GEMMs, by autocast (default: bfloat16, on a CPU float32)")
     add("--compile", action=argparse.BooleanOptionalAction, default=on_gpu, help="torch.compile the model")
     g = p.add_argument_group("sizes and schedule (default: the preset's)")
     for name, kind, text in (
@@ -251,6 +252,10 @@ def parse_args(argv=None):
     for name, value in PRESETS[s.model].items():
         if not hasattr(s, name):
             setattr(s, name, value)
+    try:
+        torch.empty(1, device=s.device)
+    except (RuntimeError, AssertionError) as e:         # no such device, or not in this build of torch
+        p.error(f"--device {s.device} can't be used: {str(e).splitlines()[0]}")
     s.dtype = s.dtype or ("float32" if s.device == "cpu" else "bfloat16")
     s.out = s.out or f"out/{s.model}-{s.recipe}-s{s.seed}"
     if s.dim % s.heads or s.dim // s.heads % 2:
@@ -266,7 +271,8 @@ def make_recipe(s):
     """The named recipe with the overrides given; its random signs follow the seed."""
     fields = {k: getattr(s, k) for k in RECIPE_FLAGS[1:-1] if getattr(s, k) is not None}
     if fields and s.recipe == "bf16":
-        raise ValueError(f"--{next(iter(fields)).replace('_', '-')} has no effect on recipe bf16; name another --recipe")
+        flag = next(iter(fields)).replace("_", "-")
+        raise ValueError(f"--{flag} has no effect on recipe bf16, which quantizes nothing; name another --recipe")
     return dataclasses.replace(ufp4.RECIPES[s.recipe], sign_seed=s.seed, **fields)
 
 
@@ -323,28 +329,41 @@ def save(out, step, model, optimizer, settings):
     rng = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         rng["cuda"] = torch.cuda.get_rng_state()
-    state = {"step": step, "settings": settings, "model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": rng}
+    state = {"step": step, "settings": settings, "model": model.state_dict(), "optimizer": optimizer.state_dict(),
+             "rng": rng}
     write_atomically(out / f"ckpt-{step:07d}.pt", lambda f: torch.save(state, f))
     for old in checkpoints(out)[:-2]:
         old.unlink()
 
 
-def load(out, settings):
-    """The last checkpoint of a run with these settings. ValueError, saying what to do, if there is none."""
-    paths = checkpoints(out)
-    if not paths:
-        raise ValueError(f"--resume: there is no checkpoint in {out}; leave out --resume to start, or name another --out")
+def load(path, settings, may_differ):
+    """A checkpoint of a run with these settings. ValueError, saying what to do, if it can't be that."""
     try:
-        state = torch.load(paths[-1], map_location="cpu", weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True)
         saved = state["settings"]
+    except FileNotFoundError as e:
+        raise ValueError(f"there is no checkpoint {path}") from e
     except (RuntimeError, EOFError, KeyError, TypeError, OSError, pickle.UnpicklingError, zipfile.BadZipFile) as e:
-        before = f"delete it and --resume goes on from {paths[-2]}" if len(paths) > 1 else "there is none before it"
-        raise ValueError(f"{paths[-1]} is damaged or not a checkpoint of train.py ({type(e).__name__}); {before}") from e
+        before = [p for p in checkpoints(path.parent) if p < path]
+        raise ValueError(f"{path} is damaged or not a checkpoint of train.py ({type(e).__name__}); " + (
+            f"delete it, and --resume goes on from {before[-1]}" if before else "there is none before it")) from e
     differ = [f"{k} is {settings[k]!r} now and was {saved.get(k)!r}" for k in settings
-              if k not in RESUMABLE and settings[k] != saved.get(k)]
+              if k not in may_differ and settings[k] != saved.get(k)]
     if differ:
-        raise ValueError(f"{paths[-1]} belongs to a run with other settings: {'; '.join(differ)}")
+        raise ValueError(f"{path} belongs to a run with other settings: {'; '.join(differ)}")
     return state
+
+
+def load_start(s, out, settings):
+    """What --resume or --branch starts from; None for a fresh start."""
+    if s.resume:
+        paths = checkpoints(out)
+        if not paths:
+            raise ValueError(f"--resume: no checkpoint in {out}; start without --resume, or name another --out")
+        return load(paths[-1], settings, RESUMABLE)
+    if s.branch:
+        return load(Path(s.branch), settings, RESUMABLE + RECIPE_FLAGS + ("branch", "sample"))
+    return None
 
 
 def start_log(out, settings, step):
@@ -379,12 +398,13 @@ def set_aside(out):
 
 def bf16_loss(out, settings):
     """Final validation loss of a finished bf16 run beside OUT with the same settings otherwise, or None."""
-    ignore = RECIPE_FLAGS + ("out", "resume", "device", "compile", "log_interval", "save_interval", "eval_interval", "sample")
+    ignore = RECIPE_FLAGS + RESUMABLE + ("branch", "sample")
     for path in sorted(out.parent.glob("*/log.jsonl")):
         try:
             records = [json.loads(line) for line in path.read_text().splitlines()]
             other = records[0]["settings"]
             if other["recipe"] == "bf16" and records[-1]["step"] == settings["steps"] and \
+                    other["steps"] == settings["steps"] and \
                     all(other.get(k) == v for k, v in settings.items() if k not in ignore):
                 return records[-1]["val_loss"]
         except (ValueError, KeyError, IndexError):      # another program's log, or one being written
@@ -412,7 +432,7 @@ def train(s):
     (out / ".writable").touch()                         # fails now rather than at the first checkpoint
     (out / ".writable").unlink()
     settings = {k: list(v) if isinstance(v, tuple) else v for k, v in vars(s).items() if k != "resume"}
-    state = load(out, settings) if s.resume else None
+    state = load_start(s, out, settings)
     dataset = prepare(s.data)
     files, val = [read_tokens(p) for p in dataset.train], read_tokens(dataset.val[0])
     for split, tokens in [("training", f) for f in files] + [("validation", val)]:
@@ -424,7 +444,8 @@ def train(s):
     model = GPT(s, recipe, dataset.vocab_size).to(s.device)
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() <= 1]
-    optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": s.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+    optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": s.weight_decay},
+                                   {"params": vectors, "weight_decay": 0.0}],
                                   lr=s.lr, betas=(s.beta1, s.beta2), fused=True)
     moes = [m for m in model.modules() if isinstance(m, MoE)]
     n = sum(p.numel() for p in model.parameters())
@@ -433,16 +454,16 @@ def train(s):
           f", recipe {s.recipe}, data {s.data}, {s.device}, {s.steps} steps of {s.batch_size} x {s.seq_len} tokens, "
           f"to {out}")
     first = 0
-    if state is None:
+    if not s.resume:
         set_aside(out)
-    else:
+    if state is not None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["rng"]["cpu"])
         if "cuda" in state["rng"] and torch.cuda.is_available():
             torch.cuda.set_rng_state(state["rng"]["cuda"])
         first = state["step"]
-        print(f"resuming after step {first}")
+        print(f"going on after step {first}")
     log = start_log(out, settings, first)
     run = torch.compile(model) if s.compile else model
 
@@ -463,9 +484,8 @@ def train(s):
             train_loss = loss.item()
             if not (math.isfinite(train_loss) and math.isfinite(norm)):
                 kept = checkpoints(out)
-                raise ValueError(f"step {step + 1}: the loss is {train_loss} and the gradient norm {norm}; stopped before "
-                                 f"the update. {'Last good checkpoint: ' + str(kept[-1]) if kept else 'No checkpoint yet'}. "
-                                 "Try a lower --lr")
+                raise ValueError(f"step {step + 1}: the loss is {train_loss} and the gradient norm {norm}; stopped "
+                                 f"before this update. Last good checkpoint: {kept[-1] if kept else 'none yet'}")
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             load_ratio = [m.balance().item() for m in moes]
@@ -511,7 +531,7 @@ def report(s, settings, model, val, dataset, val_loss):
     if s.recipe != "bf16" and reference is not None:
         print(f"BF16-relative loss error {abs(val_loss - reference) / reference:.2%} (bf16: {reference:.4f})")
     elif s.recipe != "bf16":
-        print(f"no finished bf16 run with these settings beside {s.out}; train one with --recipe bf16 to get the loss error")
+        print(f"no finished bf16 run with these settings beside {s.out}: run --recipe bf16 too for the loss error")
     if s.sample:
         model.eval()
         prompt = torch.from_numpy(val[:32].astype(np.int64))[None].to(s.device)
@@ -521,7 +541,7 @@ def report(s, settings, model, val, dataset, val_loss):
         try:
             text = encoding(dataset.encoding).decode(tokens, errors="replace")
         except Exception as e:                          # GPT-2's vocabulary is a download of tiktoken's
-            text = f"(tokens {tokens[:20]} ...; no text: {type(e).__name__}, {dataset.encoding} vocabulary not available)"
+            text = f"({dataset.encoding} vocabulary not available: {type(e).__name__}) {tokens}"
         print(f"--- sample\n{text}\n---")
 
 
@@ -530,6 +550,4 @@ if __name__ == "__main__":
     try:
         train(arguments)
     except (ValueError, OSError) as error:
-        if os.environ.get("UFP4_TRACEBACK"):
-            raise
         sys.exit(f"train.py: {error}")

@@ -139,14 +139,14 @@ def block_scales(amax, fmt, scale):
     NVFP4 rounds s to nearest and MX rounds it down, so about half of all E4M3 blocks and many E8M0 blocks have
     amax / s > g_max: their largest values clip. Clipping shrinks, and no rounding of the remainder can undo it: the
     slope alpha of E2M1 under *stochastic* rounding on Gaussian data is 1.0000 with FP32 scales, but 0.9966 (E4M3)
-    and 0.981 (E8M0) by these rules (`python bench.py bias`). E2M1 follows the rules of its standards to the letter.
+    and 0.990 (E8M0) by these rules (`python bench.py bias`). E2M1 follows the rules of its standards to the letter.
     For a uniform grid, which exists to be free of bias, the same scales round UP: nothing clips, SR stays unbiased,
     and the price is a grid that is slightly coarser.
     """
     if scale == "fp32":
         s, t = (amax / fmt.max).clamp(min=TINY), 1.0
     elif scale == "e4m3":
-        t = (amax.amax() / (E4M3_MAX * fmt.max)).clamp(min=TINY)
+        t = ((amax.amax() if amax.numel() else amax.new_zeros(())) / (E4M3_MAX * fmt.max)).clamp(min=TINY)
         r = amax / fmt.max / t
         step = pow2_floor(r.clamp(min=2.0**-6)) * 2.0**-3               # E4M3's spacing at r
         s = (torch.ceil(r / step) if fmt.uniform else torch.round(r / step)) * step
@@ -154,7 +154,7 @@ def block_scales(amax, fmt, scale):
     else:
         r = amax / fmt.max
         s = pow2_ceil(r) if fmt.uniform else pow2_floor(amax) / 2.0 ** math.floor(math.log2(fmt.max))
-        s, t = torch.where(r <= 2.0**-127, 2.0**-127, s.clamp(min=2.0**-127)), 1.0
+        s, t = torch.where(r <= 2.0**-127, 2.0**-127, s.clamp(2.0**-127, 2.0**127)), 1.0        # E8M0's range
     return torch.where(amax < math.inf, s, math.nan), t                 # a block with NaN or Inf stays non-finite
 
 
@@ -244,7 +244,7 @@ def rht(x, signs, n=16, dim=-1):
     Raises ValueError if the length along dim is not a multiple of n, n not a power of two, or not n signs.
     """
     if n < 1 or n & (n - 1) or x.shape[dim] % n:
-        raise ValueError(f"rht needs blocks of a power of two that divide the dimension: got n = {n} for {x.shape[dim]}")
+        raise ValueError(f"rht needs a power of two that divides the dimension: got n = {n}, dimension {x.shape[dim]}")
     if len(signs) != n:
         raise ValueError(f"rht with n = {n} needs {n} signs, got {len(signs)}")
     dim = dim % x.dim() - x.dim()                       # counted from the end, as unbind and stack below need it
@@ -304,7 +304,8 @@ def quantize(x, fmt="e1m2", scale="fp32", block=16, stochastic=False, generator=
     f = check(x.shape, fmt, scale, block, two_d)
     bits = random_bytes((x.numel() // x.shape[-1], x.shape[-1]), x.device, generator) if stochastic else None
     q, s, t = snap(x.detach().float().reshape(-1, x.shape[-1]), bits, -1, f, scale, block, two_d)
-    index = torch.bucketize(q.abs(), torch.tensor(f.levels, device=x.device)).clamp(max=7)      # NaN: any code will do
+    levels = torch.tensor(f.levels, device=x.device)
+    index = torch.bucketize(q.abs().contiguous(), levels).clamp(max=7)          # NaN: any code will do
     index = torch.where(q.signbit(), -index & 15 if f.twos_complement else index | 8, index)
     codes = index.to(torch.uint8).reshape(*x.shape[:-1], -1, 2)
     stored = {"fp32": torch.float32, "e4m3": torch.float8_e4m3fn, "e8m0": torch.float8_e8m0fnu}[scale]
@@ -325,7 +326,7 @@ def rotate_round(x, bits, signs, dim, fmt, scale, block, two_d, dtype):
     q, s, t = snap(x, bits, dim, fmt, scale, block, two_d)
     v = q * s * t
     if fmt.twos_complement:                     # INT4 has one zero: -0.0, which its codes can't say, becomes +0.0
-        v = torch.where(q.abs() > 0, v, s * 0.0)
+        v = torch.where(q == 0, v.abs(), v)
     return v.flatten(dim - 1, dim).to(dtype)
 
 
@@ -382,7 +383,7 @@ class Recipe:
         if self.fmt is not None:
             check((self.block, self.block), self.fmt, self.scale, self.block, self.two_d)
         hadamard(self.rht_block)
-        if self.unit % self.block:
+        if self.unit % self.block or self.rht and self.unit % self.rht_block:
             raise ValueError(f"block = {self.block} and rht_block = {self.rht_block}: one must divide the other")
 
     @property
@@ -500,7 +501,7 @@ def linear(x, w, recipe, offs=None):
 
 def check_features(n, k, recipe, name="a linear layer"):
     if recipe.fmt is not None and (n % recipe.unit or k % recipe.unit):
-        raise ValueError(f"recipe {recipe.name!r} quantizes blocks of {recipe.unit} along both features, but {name} has "
+        raise ValueError(f"recipe {recipe.name!r} needs features in multiples of {recipe.unit}, but {name} has "
                          f"in_features = {k}, out_features = {n}; leave it out with skip=, or change its size")
 
 

@@ -97,7 +97,7 @@ def download(url, path, check=None):
                 bar.update(len(chunk))
     except OSError as e:                                # URLError, timeouts and resets are all OSErrors
         raise OSError(f"could not download {url}: {e}. What has arrived is kept and the next try goes on from there. "
-                      f"Without a network, use --data python or a text file of yours, or place the file at {path}") from e
+                      f"Without a network, use --data python or a text file of yours, or put the file at {path}") from e
     if total is not None and part.stat().st_size != total:
         raise OSError(f"{url} broke off at {part.stat().st_size} of {total} bytes; run the same command to go on")
     if check is not None:
@@ -167,7 +167,7 @@ def prepare(name="python", root=ROOT, shards=1, url=FINEWEB):
         def make():
             return split_text(data.decode("utf-8", errors="replace"), name)
     else:
-        raise ValueError(f"no data set and no file is called {name!r}: choose python, shakespeare, fineweb, or a text file")
+        raise ValueError(f"no data set or file is called {name!r}: take python, shakespeare, fineweb, or a text file")
     if not (folder / "val.bin").exists():               # written last
         from_text(folder, *make())
     return Dataset([folder / "train.bin"], [folder / "val.bin"], 256, "bytes")

@@ -1,0 +1,1045 @@
+"""Each test states one property and compares with an oracle of its own: enumerated codes, float64, brute force."""
+import dataclasses
+import http.server
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import bench
+import train
+import ufp4
+from data import prepare
+from ufp4 import FORMATS, RECIPES, fake_quantize, get_format, hadamard, quantize, random_signs, rht
+
+HERE = Path(__file__).resolve().parent
+INF, NAN = math.inf, math.nan
+SCALE_BLOCKS = (("fp32", 16), ("e4m3", 16), ("e8m0", 32))
+# The formats, written out by hand.
+MAGNITUDES = {"e2m1": [0, 0.5, 1, 1.5, 2, 3, 4, 6], "e1m2": [0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75],
+              "int4": [0, 1, 2, 3, 4, 5, 6, 7]}
+
+
+def gen(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def same_bits(a, b):
+    """Equal bit for bit, the sign of zero included; NaN equals NaN."""
+    nan = a.isnan() & b.isnan()
+    return bool((nan | (a.view(torch.int32) == b.view(torch.int32))).all())
+
+
+def adversarial():
+    """(48, 64) float32: blocks of zeros, subnormals, extremes, one huge value among small ones, ties, -0.0."""
+    g = gen(7)
+    biggest = torch.full((64,), torch.finfo(torch.float32).max)
+    rows = [torch.zeros(64), -torch.zeros(64), torch.full((64,), 2.0**-149),
+            *(torch.randn(64, generator=g) * size for size in (1e-40, 1e-44, 1e-30, 1e37)), biggest, -biggest]
+    spike = torch.randn(64, generator=g) * 1e-3
+    spike[5] = 1e4
+    ties = torch.arange(64) * 0.125 - 4
+    return torch.stack(rows + [spike, ties] + list(torch.randn(37, 64, generator=g)))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Formats
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_levels_and_all_16_codes(name):
+    f = FORMATS[name]
+    assert list(f.levels) == MAGNITUDES[name]
+    for nibble in range(16):
+        if name == "int4":
+            value = nibble - 16 if nibble > 7 else nibble                       # two's complement
+        else:
+            value = math.copysign(MAGNITUDES[name][nibble & 7], -1 if nibble & 8 else 1)
+        assert math.copysign(1, f.values[nibble]) == math.copysign(1, value) and f.values[nibble] == value
+    codes = [c for c in range(16) if not (name == "int4" and c == 8)]
+    x = torch.tensor([f.values[c] for c in codes] + [0.0] * (16 - len(codes)))
+    q = quantize(x, name)                                                       # amax is g_max, so the scale is 1
+    assert q.scale.tolist() == [1.0]
+    nibbles = [int(b) >> s & 15 for b in q.codes for s in (0, 4)]               # element 2i in the low nibble
+    assert nibbles == codes + [0] * (16 - len(codes))
+    assert same_bits(q.dequantize(), x)
+
+
+def test_e1m2_and_int4_decode_to_identical_values():
+    x = torch.cat((adversarial()[5:7], adversarial()[9:]))                      # scales not at FP32's ends
+    for scale, block in SCALE_BLOCKS:
+        for stochastic in (False, True):
+            a, b = (quantize(x, f, scale, block, stochastic, gen(1)) for f in ("e1m2", "int4"))
+            assert torch.equal(a.dequantize(), b.dequantize())
+    assert not (((b.codes & 15) == 8) | (b.codes >> 4 == 8)).any()              # -8 is never produced
+
+
+def test_restricted_range_uses_no_code_above_its_maximum():
+    x = torch.randn(200, 64, generator=gen())
+    for top in (2, 3, 4):
+        q = quantize(x, f"e2m1-max{top}")
+        used = {abs(FORMATS["e2m1"].values[int(b) >> s & 15]) for b in q.codes.flatten() for s in (0, 4)}
+        assert used == {v for v in MAGNITUDES["e2m1"] if v <= top}
+    for bad in ("e2m1-max5", "e3m0", "e2m1-max", "e2m1-max0"):
+        with pytest.raises(ValueError, match="e2m1, e1m2, int4"):
+            get_format(bad)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Rounding
+
+
+def nearest_by_brute_force(t, levels):
+    """Nearest level to t >= 0, ties to the even code, in exact rational arithmetic."""
+    d = [abs(Fraction(t) - Fraction(v)) for v in levels]
+    best = [i for i in range(8) if d[i] == min(d)]
+    return levels[next(i for i in best if i % 2 == 0) if len(best) > 1 else best[0]]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_nearest_rounding_is_brute_force_nearest(name):
+    levels = MAGNITUDES[name]
+    ties = np.array([(a + b) / 2 for a, b in zip(levels, levels[1:])], dtype=np.float32)
+    points = np.concatenate([ties, np.nextafter(ties, np.float32(0)), np.nextafter(ties, np.float32(99)),
+                             np.array(levels, dtype=np.float32), np.linspace(0, levels[-1], 4001, dtype=np.float32)])
+    t = torch.from_numpy(points)
+    expected = torch.tensor([nearest_by_brute_force(float(p), levels) for p in points])
+    assert torch.equal(ufp4.round_to_grid(t, FORMATS[name]), expected)
+    blocks = torch.cat((t, torch.zeros(-len(t) % 15))).view(-1, 15)             # the same through quantize, at scale 1
+    top = torch.full((len(blocks), 1), float(levels[-1]))
+    for sign in (1, -1):
+        got = quantize(torch.cat((top, sign * blocks), 1), name).dequantize()[:, 1:].flatten()[:len(t)]
+        assert torch.equal(got, sign * expected)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_bias_of_each_bin_is_half_width_difference(name):
+    for row in bench.bin_bias(name):                                            # a sweep of 1e5 midpoints of each bin
+        assert row["measured"] == pytest.approx(row["closed"], abs=1e-5)        # ties: at most one point of the sweep
+    expected = [0, 0, 0, -0.125, 0, -0.25] if name == "e2m1" else [0] * 6
+    assert [r["closed"] for r in bench.bin_bias(name)] == expected
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_gaussian_slope_is_the_float64_integral(name):
+    closed = bench.gaussian_slope(MAGNITUDES[name])
+    assert closed < 0.997 if name == "e2m1" else closed > 1
+    x = torch.randn(200_000, 16, generator=gen())
+    alpha, se = bench.slope(fake_quantize(x, name), x)
+    assert abs(alpha - closed) < 4 * se < 4e-4
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Scales
+
+
+def e4m3_values():
+    """All finite non-negative E4M3 numbers, ascending: index = code."""
+    return [(m / 8 if e == 0 else 1 + m / 8) * 2.0 ** (max(e, 1) - 7) for e in range(16) for m in range(8)][:127]
+
+
+def test_e4m3_scales_by_enumeration():
+    """NVFP4's rule, nearest, for E2M1; rounded up for a uniform grid; both against the table of E4M3 numbers."""
+    table = np.array(e4m3_values())
+    assert table[-1] == 448
+    amax = torch.cat((10 ** torch.linspace(-9, 0, 4000), torch.tensor(table[1:] / 448).float(), torch.tensor([0.0])))
+    for name in ("e2m1", "e1m2"):
+        x = torch.zeros(len(amax), 16)
+        x[:, 3] = -amax
+        q = quantize(x, name, "e4m3")
+        g = MAGNITUDES[name][-1]
+        assert q.tensor_scale == torch.tensor(1.0) / (448 * g)
+        r = (amax / g / q.tensor_scale).double().numpy()
+        if name == "e1m2":
+            expected = table[np.minimum(np.searchsorted(table, r), 126)]        # the smallest one >= r
+        else:
+            d = np.abs(table[:, None] - r)
+            near = d.argmin(0)                                                  # the lower of two at a tie ...
+            tie = (near < 126) & (d[near, np.arange(len(r))] == d[np.minimum(near + 1, 126), np.arange(len(r))])
+            expected = table[near + (tie & (near % 2 == 1))]                    # ... unless its code is odd
+        assert np.array_equal(q.scale.double().numpy().ravel(), expected)
+        assert torch.equal(fake_quantize(x, name, "e4m3"), q.dequantize())
+
+
+def test_e8m0_scales_by_frexp():
+    """OCP's rule, floor(log2 amax) - 2, for E2M1; the smallest power of two that clips nothing for a uniform grid."""
+    g = gen(3)
+    edges = torch.tensor([7.0, 1.75, 6.0, 1e-45, 1e-39, 3e-38])
+    amax = torch.cat((torch.rand(2000, generator=g).mul(60).sub(30).exp2(), edges))
+    amax = torch.cat((amax, torch.nextafter(amax, torch.tensor(INF)), torch.nextafter(amax, torch.tensor(0.0))))
+    x = torch.zeros(len(amax), 32)
+    x[:, 17] = amax
+    s = quantize(x, "e2m1", "e8m0", 32).scale.double().flatten().tolist()
+    assert s == [2.0 ** max(math.frexp(a)[1] - 1 - 2, -127) if a else 2.0**-127 for a in amax.tolist()]
+    for name in ("e1m2", "int4"):
+        q = quantize(x, name, "e8m0", 32)
+        for a, s in zip(amax.tolist(), q.scale.double().flatten().tolist()):
+            top = MAGNITUDES[name][-1]
+            assert a <= top * s * (1 + 2**-23) and (s == 2.0**-127 or a > top * s / 2)     # amax / g_max is a float32
+
+
+def test_fp32_scale_is_amax_over_gmax_and_amax_survives():
+    x = torch.randn(500, 64, generator=gen())
+    for name in FORMATS:
+        q = quantize(x, name)
+        blocks = x.view(500, 4, 16)
+        amax = blocks.abs().amax(-1)
+        assert torch.equal(q.scale, amax / MAGNITUDES[name][-1])
+        at_max = q.dequantize().view(500, 4, 16).abs().amax(-1)
+        assert ((at_max - amax).abs() <= 2**-23 * amax).all()
+        # No error above half the widest step (E2M1: 2 at the top; it clips nothing).
+        step = max(b - a for a, b in zip(MAGNITUDES[name], MAGNITUDES[name][1:]))
+        assert ((q.dequantize().view_as(blocks) - blocks).abs() <= q.scale[..., None] * step / 2 * (1 + 2**-20)).all()
+
+
+def test_two_d_blocks_share_a_scale_and_quantize_transposes_alike():
+    w = torch.randn(48, 64, generator=gen())
+    for name in FORMATS:
+        q = quantize(w, name, two_d=True)
+        amax = w.view(3, 16, 4, 16).abs().amax((1, 3))
+        assert torch.equal(q.scale.view(3, 16, 4), (amax / MAGNITUDES[name][-1])[:, None].expand(3, 16, 4))
+        assert torch.equal(q.dequantize(), quantize(w.T, name, two_d=True).dequantize().T)
+        assert not torch.equal(quantize(w, name).dequantize(), quantize(w.T, name).dequantize().T)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# quantize and fake_quantize: the same values, and the corners
+
+
+@pytest.mark.parametrize("name", [*FORMATS, "e2m1-max3"])
+def test_fake_quantize_equals_dequantize_bit_for_bit(name):
+    for scale, block in SCALE_BLOCKS:
+        for stochastic in (False, True):
+            for two_d in (False, True):
+                x = adversarial()
+                if scale == "e4m3":                     # else the largest row sets the scale of all, and they are zeros
+                    x[6:9] = torch.tensor([1.0, NAN if two_d else 300.0, -0.0])[:, None]
+                for dtype in (torch.float32, torch.bfloat16, torch.float16):
+                    args = (x.to(dtype), name, scale, block, stochastic)
+                    a = quantize(*args, gen(1), two_d and block == 16)
+                    b = fake_quantize(*args, gen(1), two_d and block == 16)
+                    assert a.codes.dtype == torch.uint8 and a.codes.shape == (48, 32)
+                    assert a.scale.shape == (48, 64 // block)
+                    assert b.dtype == torch.float32 and same_bits(a.dequantize(), b)
+
+
+@pytest.mark.parametrize("dim", [-1, -2])
+@pytest.mark.parametrize("scale,block", SCALE_BLOCKS)
+def test_compiled_equals_eager_bit_for_bit(dim, scale, block):
+    """What torch.compile makes of rotate_round gives the bits of the plain one."""
+    if not ufp4.can_compile("cpu"):
+        pytest.skip("no C++ compiler here")
+    x = torch.randn(160, 192, generator=gen()) * 10 ** torch.randn(160, 1, generator=gen(1))
+    x[3, 40], x[50, 60] = (NAN, INF) if scale != "e4m3" else (0.0, -0.0)
+    x[64:96] *= 1e-40
+    for name, signs, stochastic in (("e2m1-max3", random_signs(1), True), ("int4", None, False), ("e1m2", None, True)):
+        if name == "e1m2" and scale != "fp32":          # each compilation takes seconds
+            continue
+        bits = ufp4.random_bytes(x.shape, "cpu", gen()) if stochastic else None
+        args = (x, bits, signs, dim, get_format(name), scale, block, False, torch.float32)
+        assert x.numel() >= 2**14 and same_bits(ufp4.fused(*args), ufp4.rotate_round(*args))
+
+
+def test_transposed_blocks_are_the_blocks_of_the_transpose():
+    x, signs = torch.randn(64, 48, generator=gen()), random_signs(5)
+    for name in FORMATS:
+        a = ufp4.rotate_round(x, None, signs, -2, get_format(name), "fp32", 16, False, torch.float32)
+        b = ufp4.rotate_round(x.T.contiguous(), None, signs, -1, get_format(name), "fp32", 16, False, torch.float32)
+        assert same_bits(a, b.T.contiguous())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_corners(name):
+    for scale, block in SCALE_BLOCKS:
+        for stochastic in (False, True):
+            def f(x):
+                return fake_quantize(x, name, scale, block, stochastic, gen())
+            assert (f(torch.zeros(2, 64)) == 0).all()
+            for bad in (NAN, INF, -INF):
+                x = torch.ones(2, 64)
+                x[0, 37] = bad
+                y = f(x)
+                whole = x if scale == "e4m3" else x[:1, 32:64] if block == 32 else x[:1, 32:48]
+                assert not y[:1, 32:48].isfinite().any()                        # its block is lost ...
+                assert y.isfinite().sum() == 128 - whole.numel()                # ... and with two levels, the tensor
+                assert not quantize(x, name, scale, block, stochastic, gen()).dequantize()[:1, 32:48].isfinite().any()
+            assert f(torch.full((1, 64), 1e38)).isfinite().all()
+            biggest = f(torch.full((1, 64), torch.finfo(torch.float32).max))    # may round up to infinity, as IEEE does
+            assert (biggest > 1e38).all() and (scale != "fp32" or biggest.isfinite().all())
+    x = torch.randn(200, 64, generator=gen()) * 1e-41                           # about 7000 subnormal steps
+    normal = fake_quantize(x.double().mul(2.0**100).float(), name).double() * 2.0**-100
+    step = 2.0**-149
+    # The scale is a whole number of steps, at least 500 here: relative error 1e-3, and one rounding of the result.
+    assert ((fake_quantize(x, name).double() - normal).abs() <= 2e-3 * x.abs().amax() + step).float().mean() > 0.98
+    assert (fake_quantize(torch.full((1, 16), step), name) == step).all()
+
+
+def test_bad_arguments_are_named():
+    with pytest.raises(ValueError, match="K = 40, block = 16"):
+        quantize(torch.zeros(2, 40))
+    with pytest.raises(ValueError, match="K = 40, block = 32"):
+        fake_quantize(torch.zeros(2, 40), block=32)
+    with pytest.raises(ValueError, match="'fp8'.*fp32, e4m3, e8m0"):
+        quantize(torch.zeros(2, 32), scale="fp8")
+    with pytest.raises(ValueError, match="'e5m2'.*e2m1, e1m2, int4"):
+        quantize(torch.zeros(2, 32), "e5m2")
+    with pytest.raises(ValueError, match="even and positive, got 0"):
+        quantize(torch.zeros(2, 32), block=0)
+    with pytest.raises(ValueError, match="K = 0"):
+        quantize(torch.tensor(1.0))
+    with pytest.raises(ValueError, match="multiples of 16"):
+        quantize(torch.zeros(8, 32), two_d=True)
+    with pytest.raises(ValueError, match="'nope'.*ufp4"):
+        ufp4.get_recipe("nope")
+    with pytest.raises(ValueError, match="fprop, dgrad, wgrad"):
+        dataclasses.replace(RECIPES["ufp4"], rht=("forward",))
+    with pytest.raises(ValueError, match="x, w, dy"):
+        dataclasses.replace(RECIPES["ufp4"], sr=("grad",))
+    with pytest.raises(ValueError, match="power of two"):
+        dataclasses.replace(RECIPES["ufp4"], rht_block=12)
+    with pytest.raises(ValueError, match="divide the other"):
+        dataclasses.replace(RECIPES["ufp4"], block=24)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Stochastic rounding, by its law
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_stochastic_rounding_takes_a_neighbour_and_averages_out(name):
+    x = torch.randn(64, 64, generator=gen())
+    s = quantize(x, name).scale.repeat_interleave(16, -1)
+    t, levels = (x / s).abs(), torch.tensor(MAGNITUDES[name], dtype=torch.float32)
+    below = levels[(torch.searchsorted(levels, t.contiguous(), right=True) - 1).clamp(max=7)]
+    above = levels[torch.searchsorted(levels, t.contiguous()).clamp(max=7)]
+    g, total, errors = gen(1), torch.zeros_like(x), {}
+    for n in range(1, 1025):
+        y = fake_quantize(x, name, stochastic=True, generator=g)
+        q = (y / s).abs()
+        assert (torch.isclose(q, below, atol=1e-5) | torch.isclose(q, above, atol=1e-5)).all()
+        total += y
+        errors[n] = (total / n - x).square().mean().sqrt().item()
+    for n in (16, 64, 256):                             # four times the draws halve the error; 4096 values: 2% accuracy
+        assert errors[4 * n] / errors[n] == pytest.approx(0.5, rel=0.1)
+
+
+@pytest.mark.parametrize("name,scale,block,unbiased", [
+    ("e1m2", "fp32", 16, True), ("e2m1", "fp32", 16, True), ("e1m2", "e4m3", 16, True), ("int4", "e4m3", 16, True),
+    ("e1m2", "e8m0", 32, True), ("e2m1", "e4m3", 16, False), ("e2m1", "e8m0", 32, False)])
+def test_stochastic_slope_is_one_unless_the_scale_clips(name, scale, block, unbiased):
+    x = torch.randn(65536, 64, generator=gen())
+    alpha, se = bench.slope(fake_quantize(x, name, scale, block, True, gen(1)), x)
+    assert se < 2e-4
+    assert (abs(alpha - 1) < 4 * se) == unbiased and (unbiased or alpha < 0.998)
+
+
+def test_stochastic_rounding_is_unbiased_at_the_saturated_end():
+    """Values within the last step below the maximum, where a bias would come from clamping after rounding."""
+    x = torch.empty(4096, 16).uniform_(6.0, 7.0, generator=gen())
+    x[:, 0] = 7.0
+    y = torch.stack([fake_quantize(x, "int4", stochastic=True, generator=gen(i)) for i in range(64)])
+    error = (y - x)[:, :, 1:]
+    assert abs(error.mean()) < 4 * error.std() / error.numel() ** 0.5 < 2e-3
+    assert (y[:, :, 0] == 7).all()                      # what is on the grid stays
+
+
+def test_noise_is_centred_and_open():
+    high, low = torch.meshgrid(torch.arange(256), torch.arange(256), indexing="ij")
+    u = ufp4.uniform(torch.stack((high, low)).to(torch.uint8)).double()
+    assert u.mean() == 0.5 and u.min() == 2.0**-17 and u.max() == 1 - 2.0**-17 and u.unique().numel() == 65536
+
+
+def test_randomness_comes_from_the_generator_alone():
+    x = torch.randn(32, 64, generator=gen())
+    a, b = (fake_quantize(x, stochastic=True, generator=gen(3)) for _ in range(2))
+    assert torch.equal(a, b) and not torch.equal(a, fake_quantize(x, stochastic=True, generator=gen(4)))
+    before = torch.get_rng_state()
+    fake_quantize(x, stochastic=True, generator=gen(3))
+    quantize(x)
+    assert torch.equal(before, torch.get_rng_state())
+    torch.manual_seed(3)
+    assert torch.equal(a, fake_quantize(x, stochastic=True))                    # None: the default generator
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The random Hadamard transform
+
+
+@pytest.mark.parametrize("n", [1, 2, 16, 64, 128])
+def test_hadamard_is_orthonormal_and_rht_multiplies_by_it(n):
+    h, signs = hadamard(n).double(), random_signs(11, n)
+    assert torch.allclose(h @ h.T, torch.eye(n, dtype=torch.float64), atol=1e-6, rtol=0)
+    assert torch.equal(h, h.T) and (n == 1 or h[1, 1] < 0 < h[0, 0])
+    x = torch.randn(6, 2 * n, generator=gen())
+    expected = (x.double().view(6, 2, n) * torch.tensor(signs).double()) @ h
+    # log2(n) additions of float32, each with relative error 2^-24, on values of at most the row's norm
+    assert torch.allclose(rht(x, signs, n).double(), expected.view(6, -1), atol=2e-6, rtol=0)
+    assert same_bits(rht(x, torch.tensor(signs), n), rht(x, signs, n))
+    assert same_bits(rht(x.T.contiguous(), signs, n, dim=-2), rht(x, signs, n).T.contiguous())
+    assert same_bits(rht(x.T.contiguous(), signs, n, dim=0), rht(x, signs, n).T.contiguous())
+
+
+def test_rht_of_both_operands_leaves_the_product():
+    x, w = torch.randn(24, 64, generator=gen()), torch.randn(40, 64, generator=gen(1))
+    signs = random_signs(5)
+    got = rht(x, signs).double() @ rht(w, signs).double().T
+    assert torch.allclose(got, x.double() @ w.double().T, atol=2e-5, rtol=0)
+    other = rht(x, signs).double() @ rht(w, random_signs(6)).double().T
+    assert not torch.allclose(other, x.double() @ w.double().T, atol=1.0, rtol=0)
+
+
+def test_signs_are_a_function_of_the_seed():
+    assert random_signs(0) == random_signs(0) and random_signs(0) != random_signs(1)
+    assert set(random_signs(3, 256)) == {1.0, -1.0} and abs(sum(random_signs(3, 4096))) < 4 * 64
+    with pytest.raises(ValueError, match="16 signs, got 8"):
+        rht(torch.zeros(2, 16), random_signs(0, 8))
+    with pytest.raises(ValueError, match="n = 16, dimension 24"):
+        rht(torch.zeros(2, 24), random_signs(0))
+    with pytest.raises(ValueError, match="not 12"):
+        hadamard(12)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The three GEMMs
+
+
+def oracle_operand(x, recipe, gemm, operand):
+    """Float64 of one operand (R, K), blocked along K, by the public functions alone."""
+    if gemm in recipe.rht:
+        x = rht(x, random_signs(recipe.sign_seed, recipe.rht_block), recipe.rht_block)
+    return quantize(x, recipe.fmt, recipe.scale, recipe.block, operand in recipe.sr, None,
+                    recipe.two_d and operand == "w").dequantize().double()
+
+
+def oracle_linear(x, w, dy, recipe):
+    """Y, dX, dW in float64 for x (M, K), w (N, K), dy (M, N)."""
+    def q(t, gemm, operand):
+        return oracle_operand(t.contiguous(), recipe, gemm, operand)
+    y = q(x, "fprop", "x") @ q(w, "fprop", "w").T
+    dx = q(dy, "dgrad", "dy") @ q(w.T, "dgrad", "w").T
+    pad = -len(x) % recipe.unit
+    xp, dyp = F.pad(x, (0, 0, 0, pad)), F.pad(dy, (0, 0, 0, pad))
+    return y, dx, q(dyp.T, "wgrad", "dy") @ q(xp.T, "wgrad", "x").T
+
+
+def close(got, expected, length):
+    """Equal up to float32 accumulation of `length` products: sqrt(length) roundings of values of the result's size."""
+    scale = expected.detach().abs().max() * length**0.5
+    return torch.allclose(got.double(), expected.double(), rtol=0, atol=float(scale * 2**-24 * 4))
+
+
+QUANTIZED = [r for r in RECIPES if r != "bf16"]
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_autograd_function_is_the_three_quantized_gemms(name, monkeypatch):
+    # All noise the same number, 0.3, so that the oracle's transposed copies see the same noise.
+    noise = torch.tensor([77, 0], dtype=torch.uint8)
+    monkeypatch.setattr(ufp4, "random_bytes", lambda shape, *_: noise.view(2, *[1] * len(shape)).expand(2, *shape))
+    recipe = dataclasses.replace(RECIPES[name], sign_seed=3)
+    x = torch.randn(3, 25, 64, generator=gen(), requires_grad=True)                 # 75 tokens: not whole blocks
+    dy = torch.randn(3, 25, 96, generator=gen(1)) * 1e-3
+    layer = ufp4.Linear(64, 96, recipe=recipe)
+    y = layer(x)
+    y.backward(dy)
+    ey, edx, edw = oracle_linear(x.detach().flatten(0, 1), layer.weight.detach(), dy.flatten(0, 1), recipe)
+    assert close((y - layer.bias).flatten(0, 1), ey, 64) and y.shape == (3, 25, 96)
+    assert close(x.grad.flatten(0, 1), edx, 96)
+    assert close(layer.weight.grad, edw, 75)
+    assert close(layer.bias.grad, dy.double().sum((0, 1)), 75)
+    if recipe.sr:                                       # and the test would notice rounding to nearest
+        _, ndx, ndw = oracle_linear(x.detach().flatten(0, 1), layer.weight.detach(), dy.flatten(0, 1),
+                                    dataclasses.replace(recipe, sr=()))
+        assert not close(x.grad.flatten(0, 1), ndx, 96) and not close(layer.weight.grad, ndw, 75)
+
+
+def test_each_field_of_a_recipe_reaches_its_gemm_and_no_other():
+    """Turning RHT or SR on for one GEMM or operand changes exactly the results which that reaches."""
+    base = dataclasses.replace(RECIPES["ufp4"], rht=(), sr=())
+
+    def results(**fields):
+        torch.manual_seed(0)
+        x, w = torch.randn(48, 64, requires_grad=True), torch.randn(32, 64, requires_grad=True)
+        y = ufp4.linear(x, w, dataclasses.replace(base, **fields))
+        y.backward(torch.linspace(-1, 1, y.numel()).view_as(y).sin())
+        return y.detach(), x.grad, w.grad
+
+    plain = results()
+    for fields, changed in (({"rht": ("fprop",)}, "y"), ({"rht": ("dgrad",)}, "x"), ({"rht": ("wgrad",)}, "w"),
+                            ({"sr": ("dy",)}, "xw"), ({"sr": ("x",)}, "yw"), ({"sr": ("w",)}, "yx"),
+                            ({"two_d": True}, "yx"), ({"fmt": "e2m1"}, "yxw"), ({"scale": "e8m0"}, "yxw"),
+                            ({"fmt": "int4"}, "")):
+        got = "".join(n for n, a, b in zip("yxw", plain, results(**fields)) if not torch.equal(a, b))
+        assert got == changed, fields
+
+
+def test_the_recipes_are_the_papers():
+    """Table 1, and the neighbours of section 5, row by row."""
+    every = ("fprop", "dgrad", "wgrad")
+    expected = {"ufp4": ("e1m2", "fp32", 16, every, False), "ufp4-int4": ("int4", "fp32", 16, every, False),
+                "ufp4-e4m3": ("e1m2", "e4m3", 16, every, False), "ufp4-mx": ("e1m2", "e8m0", 32, every, False),
+                "e2m1": ("e2m1", "fp32", 16, ("wgrad",), False), "e2m1-full-rht": ("e2m1", "fp32", 16, every, False),
+                "nvfp4": ("e2m1", "e4m3", 16, ("wgrad",), True), "mxfp4": ("e2m1", "e8m0", 32, ("wgrad",), False),
+                **{f"e2m1-max{n}": (f"e2m1-max{n}", "fp32", 16, every, False) for n in (2, 3, 4)}}
+    assert {n: (r.fmt, r.scale, r.block, r.rht, r.two_d) for n, r in RECIPES.items() if n != "bf16"} == expected
+    assert all(RECIPES[n].sr == ("dy",) and RECIPES[n].rht_block == 16 for n in expected)
+
+
+def test_gradients_are_unbiased_under_stochastic_rounding():
+    """The mean of dX over draws of dY tends to the product with the unquantized dY."""
+    x, w = torch.randn(32, 64, generator=gen(), requires_grad=True), torch.randn(48, 64, generator=gen(1))
+    dy = torch.randn(32, 48, generator=gen(2))
+    recipe = RECIPES["ufp4"]
+    torch.manual_seed(0)
+    draws = torch.stack([torch.autograd.grad(ufp4.linear(x, w, recipe), x, dy)[0] for _ in range(400)]).double()
+    signs = random_signs(0)
+    expected = rht(dy, signs).double() @ oracle_operand(w.T.contiguous(), recipe, "dgrad", "w").T
+    z = (draws.mean(0) - expected) / (draws.std(0) / 20)
+    # 2048 nearly standard normals that share rows of noise: mean 0 within a few hundredths, deviation 1
+    assert abs(z.mean()) < 0.15 and 0.9 < z.std() < 1.1
+
+
+def test_bf16_recipe_is_nn_linear():
+    a, b = nn.Linear(24, 40), ufp4.Linear(24, 40, recipe="bf16")                # any size: nothing is quantized
+    b.load_state_dict(a.state_dict())
+    x = torch.randn(5, 7, 24, generator=gen())
+    for layer in (a, b):
+        layer(x).square().sum().backward()
+    assert torch.allclose(a(x), b(x), rtol=0, atol=1e-6)
+    assert torch.allclose(a.weight.grad, b.weight.grad, rtol=0, atol=1e-5)
+    x = x.double().requires_grad_()
+    assert torch.autograd.gradcheck(b.double(), x)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_grouped_equals_a_loop_over_experts(name, monkeypatch):
+    monkeypatch.setattr(ufp4, "random_bytes", lambda shape, *_: torch.full((2, *shape), 77, dtype=torch.uint8))
+    recipe = RECIPES[name]
+    sizes = [5, 0, 32, 17, 0, 1]                                                # ragged, and experts with no tokens
+    x, w = torch.randn(55, 64, generator=gen()), torch.randn(6, 32, 64, generator=gen(1))
+    dy = torch.randn(55, 32, generator=gen(2))
+    if recipe.scale == "e4m3":                          # one scale a tensor: give all experts the same amax, unrotated
+        recipe = dataclasses.replace(recipe, rht=())
+        ends = torch.tensor(sizes).cumsum(0)
+        for t, at in ((x, ends - 1), (dy, ends - 1)):
+            t[at, 0] = 9.0
+        w[:, 0, 0] = 9.0
+    x.requires_grad_(), w.requires_grad_()
+    y = ufp4.linear(x, w, recipe, torch.tensor(sizes).cumsum(0).to(torch.int32))
+    dx, dw = torch.autograd.grad(y, (x, w), dy)
+    parts = [ufp4.linear(xe, we, recipe) for xe, we in zip(x.split(sizes), w)]
+    edx, edw = torch.autograd.grad(torch.cat(parts), (x, w), dy)
+    assert close(y, torch.cat(parts), 64) and close(dx, edx, 32) and close(dw, edw, 32)
+    assert (dw[1] == 0).all() and (dw[4] == 0).all() and dw[5].abs().sum() > 0
+
+
+def test_zero_tokens_appended_change_nothing():
+    w = torch.randn(32, 64, generator=gen(1))
+    x, dy = torch.randn(37, 64, generator=gen()), torch.randn(37, 32, generator=gen(2))
+
+    def dw(x, dy):
+        v = w.clone().requires_grad_()
+        ufp4.linear(x, v, dataclasses.replace(RECIPES["ufp4"], sr=())).backward(dy)
+        return v.grad
+
+    assert torch.equal(dw(x, dy), dw(F.pad(x, (0, 0, 0, 11)), F.pad(dy, (0, 0, 0, 11))))
+
+
+def test_autocast_and_dtypes():
+    layer = ufp4.Linear(64, 48)
+    x = torch.randn(20, 64, generator=gen(), requires_grad=True)
+    exact = layer(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+        ref = nn.Linear(64, 48)(x)
+    assert y.dtype == ref.dtype == torch.bfloat16
+    assert (y.float() - exact).norm() / exact.norm() < 0.02     # x and the operands rounded to 8 bits: a few codes flip
+    y.float().sum().backward()
+    assert x.grad.dtype == torch.float32 and layer.weight.grad.dtype == torch.float32
+    half = ufp4.Linear(64, 48, dtype=torch.bfloat16)
+    out = half(x.bfloat16())
+    out.sum().backward()
+    assert out.dtype == half.weight.grad.dtype == torch.bfloat16
+    frozen = ufp4.Linear(64, 48).requires_grad_(False)
+    frozen(x).sum().backward()
+    assert frozen.weight.grad is None
+    assert layer(torch.zeros(0, 64)).shape == (0, 48)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# convert
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(32, 16)
+        self.a, self.b = nn.Linear(16, 32), nn.Linear(32, 16, bias=False, dtype=torch.bfloat16)
+        self.inner = nn.Sequential(nn.Linear(16, 16), nn.ReLU())
+        self.again = self.inner[0]                                              # one module in two places
+        self.lm_head = nn.Linear(16, 32, bias=False)
+        self.lm_head.weight = self.embed.weight
+
+
+def test_convert_keeps_everything_but_the_arithmetic():
+    m = Tied()
+    before = {k: (v.data_ptr(), v.dtype) for k, v in m.state_dict().items()}
+    assert ufp4.convert(m, "e2m1") is m
+    assert {k: (v.data_ptr(), v.dtype) for k, v in m.state_dict().items()} == before
+    assert all(type(x) is ufp4.Linear and x.recipe == RECIPES["e2m1"] for x in (m.a, m.b, m.again))
+    assert m.again is m.inner[0] and type(m.lm_head) is nn.Linear and m.lm_head.weight is m.embed.weight
+    x = torch.randn(4, 16, generator=gen())
+    fresh = ufp4.Linear(16, 32, recipe="e2m1")
+    fresh.load_state_dict(m.a.state_dict())
+    assert torch.equal(m.a(x), fresh(x)) and not torch.equal(m.a(x), F.linear(x, m.a.weight, m.a.bias))
+    ufp4.convert(m, "ufp4", skip=("inner", "lm_head"))                          # again, to another recipe
+    assert m.a.recipe.name == "ufp4" and m.inner[0].recipe.name == "e2m1"
+    assert type(ufp4.convert(nn.Linear(16, 16))) is ufp4.Linear                 # a model that is one layer, no lm_head
+    assert "recipe=ufp4" in repr(m)
+
+
+def test_convert_refuses_before_changing_anything():
+    m = Tied()
+    for kwargs, message in (({"recipe": "fp4"}, "'fp4'.*ufp4"), ({"skip": ("head",)}, "'head'.*a, b, inner.0"),
+                            ({"skip": ("a", "b", "inner", "lm_head")}, "nothing to convert"),
+                            ({"recipe": "ufp4-mx"}, "'a'.*in_features = 16")):
+        with pytest.raises(ValueError, match=message):
+            ufp4.convert(m, **kwargs)
+        assert type(m.a) is type(m.b) is nn.Linear
+    with pytest.raises(ValueError, match="in_features = 20, out_features = 16"):
+        ufp4.convert(nn.Sequential(nn.Linear(16, 16), nn.Linear(20, 16)))
+    with pytest.raises(ValueError, match="in_features = 20"):
+        ufp4.Linear(20, 16)
+
+
+def python(code, **env):
+    return subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True,
+                          env={**os.environ, **env})
+
+
+def test_import_is_light():
+    done = python("import ufp4, sys; print(*sys.modules)")
+    assert not {"triton", "matplotlib", "torch._dynamo", "torch._inductor"} & set(done.stdout.split())
+    assert "ufp4" in done.stdout.split()
+
+
+def test_without_a_compiler_it_says_so_once_and_gives_the_same_bits(tmp_path):
+    done = python("import ufp4, torch; x = torch.randn(256, 256, generator=torch.Generator().manual_seed(0));"
+                  "a = ufp4.fake_quantize(x); b = ufp4.fake_quantize(x, 'e2m1'); print(a.double().sum().item())",
+                  CXX="no-such-compiler", TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 0 and done.stderr.count("install a C++ compiler") == 1
+    assert float(done.stdout) == ufp4.fake_quantize(torch.randn(256, 256, generator=gen())).double().sum().item()
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# train.py
+
+TINY = ["--layers", "2", "--dim", "32", "--heads", "2", "--hidden", "32", "--seq-len", "32", "--batch-size", "2",
+        "--steps", "12", "--warmup", "2", "--eval-interval", "4", "--eval-windows", "3", "--save-interval", "2",
+        "--log-interval", "1", "--sample", "8", "--device", "cpu", "--no-compile"]
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "little.txt"
+    path.write_text("".join(f"def f{i}(x):\n    return x + {i * i}\n\n" for i in range(400)))
+    return path
+
+
+@pytest.fixture
+def settings(text, tmp_path, monkeypatch):
+    """Settings of a tiny run: settings("--recipe", ...)."""
+    monkeypatch.setattr(train, "prepare", lambda name: prepare.prepare(name, root=tmp_path / "data"))
+    return lambda *flags: train.parse_args([*TINY, "--data", str(text), "--out", str(tmp_path / "out/run"), *flags])
+
+
+def log_of(out):
+    return [json.loads(line) for line in (Path(out) / "log.jsonl").read_text().splitlines()]
+
+
+def weights(out):
+    return torch.load(train.checkpoints(Path(out))[-1], weights_only=True)["model"]
+
+
+def same_weights(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.parametrize("flags", [["--recipe", "ufp4"], ["--recipe", "bf16"], ["--recipe", "mxfp4"],
+                                   ["--recipe", "nvfp4", "--keep-bf16", "1"],
+                                   ["--recipe", "ufp4", "--experts", "4", "--top-k", "2"],
+                                   ["--recipe", "ufp4", "--fmt", "e2m1", "--scale", "e4m3", "--sr", "none"]])
+def test_a_run_learns_logs_and_repeats(settings, flags, capsys):
+    s = settings(*flags, "--steps", "60", "--lr", "1e-2", "--min-lr", "0.5")
+    first = train.train(s)
+    lines = log_of(s.out)
+    assert lines[0]["settings"]["recipe"] == s.recipe and [r["step"] for r in lines[1:]] == list(range(1, 61))
+    assert {"step", "train_loss", "val_loss", "lr", "tokens_per_s"} <= lines[1].keys()
+    assert lines[1]["train_loss"] == pytest.approx(math.log(256), abs=0.1)      # starts at the uniform distribution
+    assert first == lines[-1]["val_loss"] < 3.0 and lines[-2]["val_loss"] is None
+    assert len(train.checkpoints(Path(s.out))) == 2
+    before = weights(s.out)
+    assert train.train(s) == first and same_weights(weights(s.out), before)     # the same seed, the same run
+    assert "--- sample" in capsys.readouterr().out and (Path(s.out) / "previous-1/log.jsonl").exists()
+    if s.experts:
+        assert all(1 <= r["max_load"] <= 4 for r in lines[1:])
+
+
+def test_overrides_reach_the_recipe_and_the_blocks(settings):
+    s = settings("--recipe", "e2m1", "--rht", "fprop,wgrad", "--sr", "none", "--scale", "e4m3", "--keep-bf16", "1",
+                 "--seed", "5")
+    recipe = train.make_recipe(s)
+    assert recipe == dataclasses.replace(RECIPES["e2m1"], rht=("fprop", "wgrad"), sr=(), scale="e4m3", sign_seed=5)
+    model = train.GPT(s, recipe, 256)
+    names = [[m.recipe.name for m in b.modules() if isinstance(m, ufp4.Linear)] for b in model.blocks]
+    assert names == [["e2m1"] * 4, ["bf16"] * 4] and type(model.lm_head) is nn.Linear
+    with pytest.raises(ValueError, match="no effect on recipe bf16"):
+        train.make_recipe(settings("--recipe", "bf16", "--sr", "none"))
+
+
+def test_presets_have_their_size():
+    for name, millions in (("nano", 0.87), ("nano-moe", 2.84), ("small", 25.97), ("small-moe", 151.53)):
+        s = train.parse_args(["--model", name, "--device", "cpu"])
+        with torch.device("meta"):
+            n = sum(p.numel() for p in train.GPT(s, RECIPES["ufp4"], 256).parameters())
+        c, h = s.dim, s.hidden
+        mlps = 3 * c * h * (s.experts + 1) + c * s.experts if s.experts else 3 * c * h
+        assert n == s.layers * (4 * c * c + mlps + 2 * c) + c + 2 * 256 * c     # attention, MLP, norms, embedding, head
+        assert n / 1e6 == pytest.approx(millions, abs=0.05)
+
+
+def test_learning_rate_warms_up_and_decays(settings):
+    s = settings("--steps", "100", "--warmup", "10", "--lr", "1", "--min-lr", "0.1")
+    lrs = [train.learning_rate(i, s) for i in range(100)]
+    assert lrs[0] == 0.1 and lrs[9] == lrs[10] == 1.0 and lrs[-1] == pytest.approx(0.1)
+    assert all(a > b for a, b in zip(lrs[10:], lrs[11:]))
+
+
+def test_attention_is_causal_and_rope_is_relative(settings):
+    torch.manual_seed(0)
+    model = train.GPT(settings(), RECIPES["bf16"], 256).eval()
+    a = torch.randint(0, 256, (1, 32))
+    b = a.clone()
+    b[0, 20:] = 0
+    assert torch.equal(model(a)[0, :20], model(b)[0, :20]) and not torch.equal(model(a)[0, 20:], model(b)[0, 20:])
+    q, k = torch.randn(1, 1, 1, 16).expand(1, 1, 40, 16), torch.randn(1, 1, 1, 16).expand(1, 1, 40, 16)
+    scores = (train.rope(q) @ train.rope(k).mT)[0, 0]
+    for d in (0, 3, 11):                                # the score depends on the distance alone
+        diagonal = scores.diagonal(-d)
+        assert torch.allclose(diagonal, diagonal[0].expand_as(diagonal), atol=1e-4)
+    assert not torch.allclose(scores[5, 0], scores[0, 0], atol=1e-2)
+
+
+def test_moe_is_the_weighted_sum_of_chosen_experts(settings):
+    """Against a loop over tokens; and the balancing moves each bias against its load."""
+    s = settings("--experts", "6", "--top-k", "2")
+    torch.manual_seed(0)
+    moe = train.MoE(s, RECIPES["bf16"])
+    for p in moe.parameters():
+        nn.init.normal_(p, std=0.3)
+    moe.bias += torch.randn(6) * 0.1
+    x = torch.randn(2, 7, 32)
+    expected = moe.shared(x)
+    loads = torch.zeros(6)
+    for b in range(2):
+        for t in range(7):
+            scores = torch.sigmoid(moe.router.weight @ x[b, t])
+            chosen = sorted(range(6), key=lambda e: -(scores + moe.bias)[e].item())[:2]
+            for e in chosen:
+                gate, up = (moe.fc1[e] @ x[b, t]).chunk(2)
+                expected[b, t] += scores[e] / scores[chosen].sum() * (moe.fc2[e] @ (F.silu(gate) * up))
+                loads[e] += 1
+    assert torch.allclose(moe(x), expected, atol=1e-5) and torch.equal(moe.load, loads)
+    bias = moe.bias.clone()
+    assert moe.balance().item() == pytest.approx(loads.max().item() / loads.mean().item())
+    assert torch.allclose(moe.bias - bias, 1e-3 * torch.sign(loads.mean() - loads), atol=1e-7) and (moe.load == 0).all()
+
+
+def test_balancing_evens_out_a_lopsided_router(settings):
+    s = settings("--experts", "8", "--top-k", "2")
+    torch.manual_seed(0)
+    moe = train.MoE(s, RECIPES["bf16"])
+    for p in moe.parameters():
+        nn.init.normal_(p, std=0.1)
+    x = torch.randn(4, 64, 32) + 1                      # a common direction: some experts win everywhere
+    ratios = []
+    for _ in range(300):
+        moe(x)
+        ratios.append(moe.balance(rate=1e-2).item())
+    assert ratios[0] > 2.0 and max(ratios[-10:]) < 1.3
+
+
+def test_batches_and_windows(settings):
+    s = settings("--batch-size", "4")
+    tokens = np.arange(1000, dtype=np.uint16)
+    x, y = train.get_batch([tokens], s, 3)
+    assert torch.equal(y, x + 1) and x.shape == (4, 32)                         # targets are the next tokens
+    assert torch.equal(x, train.get_batch([tokens], s, 3)[0]) and not torch.equal(x, train.get_batch([tokens], s, 4)[0])
+
+
+def run_train(flags, text, tmp_path, preamble=""):
+    """train.py in a process of its own, its data folder under tmp_path."""
+    code = (f"import train\nfrom data import prepare\n{preamble}\n"
+            f"train.prepare = lambda name: prepare.prepare(name, root={str(tmp_path / 'data')!r})\n"
+            f"train.train(train.parse_args({[*TINY, '--data', str(text), *flags]!r}))")
+    return subprocess.Popen([sys.executable, "-c", code], cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                            text=True)
+
+
+KILL_IN_SAVE = """
+import os
+def cut(f, n=[0]):
+    n[0] += 1
+    if n[0] == {saves}:
+        f.flush(), os.fsync(f.fileno()), os.kill(os.getpid(), 9)
+real = train.torch.save
+train.torch.save = lambda state, f: (f.write(b"half"), cut(f), f.seek(0), f.truncate(), real(state, f))
+"""
+KILL_IN_STEP = """
+import os
+real = train.evaluate
+train.evaluate = lambda *a: os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize("recipe,experts", [("ufp4", 0), ("ufp4", 4)])
+def test_killed_and_resumed_ends_with_the_same_weights(settings, text, tmp_path, recipe, experts):
+    """kill -9 between two saves, in the middle of a save, and in the first save: each resumed to the end."""
+    moe = ["--experts", str(experts), "--top-k", "2"] if experts else []
+    whole = settings("--recipe", recipe, *moe, "--out", str(tmp_path / "out/whole"))
+    train.train(whole)
+    out = str(tmp_path / "out/killed")
+    flags = ["--recipe", recipe, *moe, "--out", out]
+    for preamble, resume, left in ((KILL_IN_SAVE.format(saves=1), [], 0), (KILL_IN_SAVE.format(saves=2), [], 1),
+                                   (KILL_IN_STEP, ["--resume"], 1), ("", ["--resume"], 2)):
+        process = run_train(flags + resume, text, tmp_path, preamble)
+        printed = process.communicate(timeout=120)[0]
+        assert process.returncode == (-signal.SIGKILL if preamble else 0), printed
+        assert len(train.checkpoints(Path(out))) == left
+    assert same_weights(weights(out), weights(whole.out))
+    timeless = [[{**r, "tokens_per_s": 0} for r in log_of(o)[1:]] for o in (out, whole.out)]
+    assert timeless[0] == timeless[1]
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(settings, text, tmp_path):
+    out = tmp_path / "out/stopped"
+    process = run_train(["--out", str(out), "--steps", "100000", "--save-interval", "100000"], text, tmp_path)
+    while not (out / "log.jsonl").exists() or len((out / "log.jsonl").read_text().splitlines()) < 4:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    printed = process.communicate(timeout=60)[0]
+    assert process.returncode == 130 and "--resume" in printed
+    assert train.checkpoints(out) and json.loads((out / "log.jsonl").read_text().splitlines()[-1])
+
+
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_there(settings):
+    s = settings()
+    train.train(s)
+    older, newer = train.checkpoints(Path(s.out))
+    whole = newer.read_bytes()
+    for damaged in (whole[:len(whole) // 2], b"", b"not a checkpoint"):
+        newer.write_bytes(damaged)
+        with pytest.raises(ValueError, match=f"{newer.name} is damaged.*goes on from .*{older.name}"):
+            train.train(settings("--resume"))
+    newer.unlink()
+    train.train(settings("--resume"))
+    assert [p.name for p in train.checkpoints(Path(s.out))] == [older.name, newer.name]
+
+
+def test_resume_refuses_what_it_cant_continue(settings, tmp_path):
+    with pytest.raises(ValueError, match="no checkpoint in"):
+        train.train(settings("--resume"))
+    train.train(settings())
+    for flags, message in ((["--dim", "64"], "dim is 64 now and was 32"), (["--recipe", "e2m1"], "recipe is 'e2m1'"),
+                           (["--seed", "9"], "seed is 9"), (["--lr", "0.5"], "lr is 0.5")):
+        with pytest.raises(ValueError, match=message):
+            train.train(settings("--resume", *flags))
+
+
+def test_branch_starts_another_recipe_from_a_bf16_checkpoint(settings, tmp_path):
+    s = settings("--recipe", "bf16", "--out", str(tmp_path / "out/bf16"))
+    train.train(s)
+    start = train.checkpoints(Path(s.out))[0]           # two steps before the end
+    b = settings("--recipe", "e2m1", "--out", str(tmp_path / "out/branch"), "--branch", str(start))
+    train.train(b)
+    assert [r["step"] for r in log_of(b.out)[1:]] == [11, 12] and not same_weights(weights(b.out), weights(s.out))
+    same = settings("--recipe", "bf16", "--out", str(tmp_path / "out/same"), "--branch", str(start))
+    train.train(same)
+    assert same_weights(weights(same.out), weights(s.out))
+    with pytest.raises(ValueError, match="there is no checkpoint .*nothing.pt"):
+        train.train(settings("--branch", str(tmp_path / "nothing.pt")))
+
+
+def test_loss_error_is_relative_to_the_bf16_run_beside(settings, tmp_path, capsys):
+    bf16 = train.train(settings("--recipe", "bf16", "--out", str(tmp_path / "out/b")))
+    train.train(settings("--recipe", "bf16", "--out", str(tmp_path / "out/other-seed"), "--seed", "1"))
+    capsys.readouterr()
+    loss = train.train(settings("--recipe", "e2m1", "--out", str(tmp_path / "out/e")))
+    assert f"loss error {abs(loss - bf16) / bf16:.2%}" in capsys.readouterr().out
+    train.train(settings("--recipe", "e2m1", "--out", str(tmp_path / "out/e2"), "--seed", "2"))
+    assert "no finished bf16 run" in capsys.readouterr().out
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(settings, monkeypatch):
+    s, real = settings(), train.GPT.forward
+
+    def forward(self, tokens, targets=None, calls=[0]):
+        calls[0] += self.training
+        return real(self, tokens, targets) * (NAN if calls[0] == 8 and targets is not None else 1)
+
+    monkeypatch.setattr(train.GPT, "forward", forward)
+    with pytest.raises(ValueError, match="step 8: the loss is nan.*ckpt-0000006.pt"):
+        train.train(s)
+    assert [r["step"] for r in log_of(s.out)[1:]] == list(range(1, 8))
+    assert all(v.isfinite().all() for v in weights(s.out).values())
+
+
+def test_bad_input_is_one_clear_sentence(settings, tmp_path, capsys):
+    empty, short, blocked = tmp_path / "empty.txt", tmp_path / "short.txt", tmp_path / "file"
+    empty.write_text("")
+    short.write_text("too short")
+    blocked.write_text("")
+    for flags, message in ((["--data", str(empty)], "empty.txt holds no text"),
+                           (["--data", str(short)], "fewer than one context"),
+                           (["--data", "nothing.txt"], "no data set or file is called 'nothing.txt'"),
+                           (["--out", str(blocked / "run")], "Not a directory"),
+                           (["--dim", "40", "--heads", "2"], "in_features = 40"),
+                           (["--fmt", "e9m9"], "unknown format 'e9m9'")):
+        with pytest.raises((ValueError, OSError), match=message):
+            train.train(settings(*flags))
+    for flags, message in ((["--recipe", "fp4"], "invalid choice: 'fp4'"),
+                           (["--model", "huge"], "invalid choice: 'huge'"),
+                           (["--rht", "forward"], "fprop,dgrad,wgrad"), (["--steps", "0"], "at least 1"),
+                           (["--heads", "3"], "--dim 32 must split"),
+                           (["--experts", "4", "--top-k", "5"], "--top-k must be"),
+                           (["--device", "warp"], "--device warp can't be used"),
+                           (["--keep-bf16", "9"], "more than --layers")):
+        with pytest.raises(SystemExit) as stopped:
+            settings(*flags)
+        assert stopped.value.code == 2 and message in capsys.readouterr().err
+    done = subprocess.run([sys.executable, "train.py", "--data", "nothing.txt", "--out", str(tmp_path / "o")],
+                          cwd=HERE, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith("train.py: no data set") and "Traceback" not in done.stderr
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# data/prepare.py
+
+
+def test_python_data_is_the_standard_library_split_by_file(tmp_path):
+    d = prepare.prepare("python", root=tmp_path)
+    enc = prepare.encoding(d.encoding)
+    assert d.vocab_size == enc.n_vocab == 256
+    train_text, val_text = (enc.decode(prepare.read_tokens(p[0]).tolist()) for p in (d.train, d.val))
+    source = Path(dataclasses.__file__).read_text()     # a file goes to one side whole
+    assert (source in train_text) != (source in val_text)
+    assert 5e6 < len(train_text) and 0.02 < len(val_text) / len(train_text) < 0.1
+    stamp = d.val[0].stat().st_mtime_ns
+    assert prepare.prepare("python", root=tmp_path).val[0].stat().st_mtime_ns == stamp      # made once
+
+
+def test_own_text_is_bytes_and_follows_its_content(tmp_path):
+    path = tmp_path / "my.txt"
+    path.write_text("naïve <|endoftext|> ☃\n" * 50, encoding="utf-8")
+    a = prepare.prepare(str(path), root=tmp_path)
+    tokens = np.concatenate([prepare.read_tokens(a.train[0]), prepare.read_tokens(a.val[0])])
+    assert bytes(tokens.astype(np.uint8)) == path.read_bytes()
+    path.write_text("another " * 200)
+    assert prepare.prepare(str(path), root=tmp_path).train != a.train
+    whole = a.train[0].read_bytes()
+    for damaged, message in ((whole[:-2], "is damaged"), (b"\0" * 4 + whole[4:], "not a token file"), (b"", "not a to")):
+        a.train[0].write_bytes(damaged)
+        with pytest.raises(ValueError, match=message):
+            prepare.read_tokens(a.train[0])
+
+
+class Server(http.server.BaseHTTPRequestHandler):
+    """Serves `files`, with byte ranges unless `ranges` is off; breaks off after `limit` bytes of a body."""
+    files, ranges, limit, log = {}, True, None, []
+
+    def do_GET(self):
+        body, start = self.files.get(self.path), 0
+        self.log.append(self.headers.get("Range"))
+        if body is None:
+            return self.send_error(404)
+        if self.ranges and (r := self.headers.get("Range")):
+            start = int(r.removeprefix("bytes=").removesuffix("-"))
+            if start >= len(body):
+                return self.send_error(416)
+        self.send_response(206 if start else 200)
+        self.send_header("Content-Length", str(len(body) - start))
+        self.end_headers()
+        self.wfile.write(body[start:][:self.limit])
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server():
+    handler = type("Handler", (Server,), {"files": {}, "log": []})
+    httpd = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=httpd.serve_forever, daemon=True).start()
+    handler.url = f"http://127.0.0.1:{httpd.server_port}"
+    yield handler
+    httpd.shutdown()
+    httpd.server_close()
+
+
+def shard(tmp_path, n):
+    prepare.write_tokens(tmp_path / "shard.bin", np.arange(n) % 50257)
+    return (tmp_path / "shard.bin").read_bytes()
+
+
+def test_fineweb_downloads_resumes_and_checks(server, tmp_path):
+    body = shard(tmp_path, 200_000)
+    server.files.update({"/fineweb_val_000000.bin": body, "/fineweb_train_000001.bin": body})
+    server.limit = 150_000
+    with pytest.raises(OSError, match="broke off|could not download"):
+        prepare.prepare("fineweb", root=tmp_path, url=server.url)
+    assert not (tmp_path / "fineweb/fineweb_val_000000.bin").exists()           # never half there under its name
+    part = tmp_path / "fineweb/fineweb_val_000000.bin.part"
+    kept = part.stat().st_size
+    assert 0 < kept <= 150_000
+    server.limit = None
+    d = prepare.prepare("fineweb", root=tmp_path, url=server.url)
+    assert f"bytes={kept}-" in server.log and not part.exists()
+    assert d.vocab_size == 50257 and d.val[0].read_bytes() == d.train[0].read_bytes() == body
+    asked = len(server.log)
+    prepare.prepare("fineweb", root=tmp_path, url=server.url)
+    assert len(server.log) == asked                     # nothing is fetched twice
+
+
+def test_a_server_without_ranges_and_a_part_too_long(server, tmp_path):
+    body = shard(tmp_path, 1000)
+    server.files["/a.bin"] = body
+    for ranges, left_over in ((False, body[:500]), (True, body + b"more"), (True, body)):
+        server.ranges = ranges
+        (tmp_path / "a.bin.part").write_bytes(left_over)
+        prepare.download(f"{server.url}/a.bin", tmp_path / "a.bin", prepare.read_tokens)
+        assert (tmp_path / "a.bin").read_bytes() == body
+        (tmp_path / "a.bin").unlink()
+
+
+def test_a_wrong_or_missing_file_says_what_to_do(server, tmp_path):
+    server.files["/bad.bin"] = b"<html>please log in</html>" * 100
+    with pytest.raises(OSError, match="not what it should be"):
+        prepare.download(f"{server.url}/bad.bin", tmp_path / "bad.bin", prepare.read_tokens)
+    assert not list(tmp_path.glob("bad.bin*"))
+    with pytest.raises(OSError, match="404.*--data python"):
+        prepare.download(f"{server.url}/gone.bin", tmp_path / "gone.bin")
+    with pytest.raises(OSError, match="--data python"):                         # nobody listens: no network
+        prepare.download("http://127.0.0.1:9/x.bin", tmp_path / "x.bin")
