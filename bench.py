@@ -4,22 +4,26 @@
     python bench.py cpu             what emulation costs on this CPU: fake_quantize, and a training step, against BF16
     python bench.py loss            BF16-relative loss error of recipes, paired seeds (hours; --quick: 15 min)
     python bench.py ablate          the same for the paper's ablations
+    python bench.py dispatch        the tensor-core instruction of each recipe on each GPU, compiled without one
     python bench.py readme          write the tables of README.md anew from data/results
 
-Each but the last writes data/results/NAME.json: settings, seeds, versions, machine and every number. bias and loss
-also draw NAME.png.
+Each but the last writes data/results/NAME.json: settings, seeds, versions, machine and every number. bias also draws
+NAME.png.
 loss and ablate save each run as it ends and go on where they stopped.
 """
 import argparse
+import collections
 import concurrent.futures
-import dataclasses
+import functools
 import json
 import math
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -291,9 +295,11 @@ def train_run(job, args):
         command += ["--resume"]
     env = {**os.environ, "OMP_NUM_THREADS": str(max(1, os.cpu_count() // args.jobs))}
     done = subprocess.run(command, env=env, capture_output=True, text=True)
-    record = {k: job[k] for k in ("model", "label", "recipe", "seed", "estimator")}
+    record = {k: job[k] for k in ("model", "label", "recipe", "seed", "estimator")} | {"flags": args.train}
+    if done.returncode == 3:                                                    # diverged: a result too
+        return {**record, "val_loss": None, "error": done.stderr.strip().splitlines()[-1]}
     if done.returncode:
-        return {**record, "val_loss": None, "error": done.stderr.strip().splitlines()[-1]}      # diverged: a result too
+        raise RuntimeError(f"{' '.join(command)} failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
     settings, last = final_record(out)
     return {**record, "val_loss": last["val_loss"], "steps": last["step"], "tokens_per_s": last["tokens_per_s"],
             "settings": settings}
@@ -303,6 +309,8 @@ def train_all(args, rows, name):
     """Train rows x seeds x estimators, skipping what data/results/NAME.json has; returns the records."""
     path = RESULTS / f"{name}.json"
     records = json.loads(path.read_text())["runs"] if path.exists() else []
+    if any(r["flags"] != args.train for r in records if r["model"] == args.model):
+        sys.exit(f"bench.py: {path} has {args.model} runs with other flags for train.py; move it away to start anew")
     key = lambda r: (r["model"], r["label"], r["seed"], r["estimator"])
     have = {key(r) for r in records}
     grid = [(seed, estimator, row) for seed in range(args.seeds) for estimator in args.estimators for row in rows[1:]]
@@ -312,10 +320,15 @@ def train_all(args, rows, name):
                  "estimator": estimator} for seed, estimator, (label, recipe, flags) in part]
         jobs = [j for j in jobs if key(j) not in have]
         with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-            for done in concurrent.futures.as_completed([pool.submit(train_run, job, args) for job in jobs]):
-                records.append(done.result())
-                save(name, {"runs": sorted(records, key=lambda r: (r["model"], r["estimator"], r["label"], r["seed"]))})
-                print("{label:16s} {estimator:8s} seed {seed}: {val_loss}".format(**records[-1]), flush=True)
+            try:
+                for done in concurrent.futures.as_completed([pool.submit(train_run, job, args) for job in jobs]):
+                    records.append(done.result())
+                    save(name, {"runs": sorted(records, key=lambda r: (r["model"], r["estimator"], r["label"],
+                                                                       r["seed"]))})
+                    print("{label:16s} {estimator:8s} seed {seed}: {val_loss}".format(**records[-1]), flush=True)
+            except BaseException as e:                                          # Ctrl-C, or a run that failed
+                pool.shutdown(cancel_futures=True)
+                sys.exit(f"bench.py: stopped; the same command goes on from here. {e}")
     return records
 
 
@@ -381,11 +394,95 @@ def bench_ablate(args):
 
 
 # ---------------------------------------------------------------------------------------------------------------
+# dispatch: what each recipe's products run on, compiled here for GPUs that need not be here
+
+MMA = re.compile(r"tcgen05\.mma[^ ;]*|mma\.sync[^ ;]*|wgmma\.mma_async[^ ;]*|v_mfma\S*")
+
+
+def compile_matmul(path, arch, fmt, scale, block):
+    """Compile kernels.matmul_kernel for an architecture -> {instruction, count, shared, spills}: the tensor-core
+    instruction, how often one program's code has it, bytes of shared memory, instructions that spill registers (None
+    where Triton's own disassembler, 3.6's for sm_103, can't read the binary)."""
+    import triton
+    import triton.language as tl
+    import kernels
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    f = ufp4.get_format(fmt)
+    BM, BN, BK, warps, stages = kernels.tiles(path, arch, block)
+    cuda = arch.startswith("sm_")
+    number = {"fp32": "fp32", "e4m3": "u8" if path == "decode" else "fp8e4nv", "e8m0": "u8"}[scale]
+    constants = dict(DTYPE=tl.bfloat16, BM=BM, BN=BN, BK=BK,
+                     **kernels.matmul_constants(path, scale, block, f.mbits, f.min_normal, f.twos_complement))
+    signature = dict(c_ptr="*bf16", a_t_ptr="*fp32", b_t_ptr="*fp32", M="i32", N="i32", K="i32", stride_c="i32")
+    for name, rows in (("a", BM), ("b", BN)):
+        signature[f"{name}_desc"] = f"tensordesc<u8[{rows}, {BK // 2}]>"
+        signature[f"{name}_scale_desc"] = f"tensordesc<{number}[{rows // 128}, {BK // block // 4}, 2, 256]>"
+    signature.update(dict.fromkeys(constants, "constexpr"))
+    names = kernels.matmul_kernel.arg_names
+    aligned = {(names.index(n),): [["tt.divisibility", 16]] for n in ("c_ptr", "M", "N", "K", "stride_c")}
+    source = ASTSource(kernels.matmul_kernel, {n: signature[n] for n in names}, constants, aligned)
+    target = GPUTarget("cuda", int(arch[3:]), 32) if cuda else GPUTarget("hip", arch, 64)
+    binary = triton.compile(source, target=target, options=dict(num_warps=warps, num_stages=stages))
+    text = binary.asm["ptx" if cuda else "amdgcn"]
+    if cuda:
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(binary.asm["cubin"])
+            file.flush()
+            tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
+            sass = subprocess.run((tool, "-sass", file.name), capture_output=True, text=True)
+        spills = len(re.findall(r"\b(?:STL|LDL)\b", sass.stdout)) if sass.returncode == 0 else None
+    else:
+        spills = int(re.search(r"vgpr_spill_count:\s*(\d+)", text)[1])
+    found = collections.Counter(MMA.findall(text))
+    return dict(instruction=" + ".join(found), count=sum(found.values()), shared=binary.metadata.shared, spills=spills)
+
+
+@functools.cache
+def lowering(*args):
+    """compile_matmul in a process of its own, since a compiler that fails an assertion takes its process along, and
+    without the interpreter. {"error": its last line} if it fails."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, __file__, "lower", json.dumps(args)], capture_output=True, text=True,
+                          env=dict(env, TRITON_ALWAYS_COMPILE="1"))
+    lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
+    return json.loads(lines[-1]) if done.returncode == 0 else dict(error=lines[-1] if lines else str(done.returncode))
+
+
+def bench_lower(args):
+    print(json.dumps(compile_matmul(*json.loads(args.what))))
+
+
+def bench_dispatch(args):
+    """The table recipe x architecture. Where the path is cuBLAS, whose code is not ours, the row shows the product
+    that decodes in the kernel."""
+    import kernels
+    print(f"{'recipe':14} {'arch':7} {'path':7} {'MMAs':>5} {'shared':>7} {'spills':>6}  instruction  (why)")
+    rows = []
+    for recipe in ufp4.RECIPES.values():
+        for arch in kernels.ARCHITECTURES:
+            path, why = kernels.route(recipe, arch)
+            row = {"recipe": recipe.name, "arch": arch, "path": path, "why": why}
+            line = f"{recipe.name:14} {arch:7} {path:7}"
+            if path != "bf16":
+                r = lowering("decode" if path == "cublas" else path, arch, recipe.fmt, recipe.scale, recipe.block)
+                row.update(r)
+                spills = "?" if r.get("spills") is None else r["spills"]
+                line += r.get("error") or f" {r['count']:5} {r['shared']:7} {spills:>6}  {r['instruction']}"
+            rows.append(row)
+            print(f"{line}  ({why})", flush=True)
+    save("dispatch", {"triton": kernels.triton.__version__, "rows": rows})
+
+
+# ---------------------------------------------------------------------------------------------------------------
 # readme: the tables, from the files
 
 
 def load_results(name):
-    return json.loads((RESULTS / f"{name}.json").read_text())
+    path = RESULTS / f"{name}.json"
+    if not path.exists():
+        sys.exit(f"bench.py: there is no {path}; run python bench.py {name} first")
+    return json.loads(path.read_text())
 
 
 def markdown(header, rows):
@@ -435,7 +532,18 @@ def loss_table():
     return markdown(["loss error, % (seeds)", "from scratch", "less `e2m1`", "branched", "less `e2m1`"], rows)
 
 
-TABLES = {"slopes": slope_table, "scales": scale_table, "cpu": cpu_table, "loss": loss_table}
+def dispatch_table():
+    results, cells = load_results("dispatch"), {}
+    for r in results["rows"]:
+        text = r["path"] if r["path"] == "bf16" else r.get("error") or f"{r['path']}: {r['instruction']}, {r['count']}"
+        cells.setdefault(r["recipe"], {})[r["arch"]] = text.replace(".cta_group::1", "").replace(".sync.aligned", "")
+    shown = ("ufp4", "ufp4-e4m3", "ufp4-mx", "e2m1", "nvfp4", "mxfp4")
+    rows = [[arch] + [cells[recipe][arch] for recipe in shown] for arch in cells["ufp4"]]
+    return markdown([f"path: instruction, count (Triton {results['triton']})", *(f"`{r}`" for r in shown)], rows)
+
+
+TABLES = {"slopes": slope_table, "scales": scale_table, "cpu": cpu_table, "loss": loss_table,
+          "dispatch": dispatch_table}
 
 
 def fill_tables(text):
@@ -459,13 +567,16 @@ if __name__ == "__main__":
     p = commands.add_parser("bias", help="geometry of the grids, slopes, compounding")
     p.add_argument("--seed", type=int, default=0)
     commands.add_parser("cpu", help="speed of the emulation on this CPU")
+    commands.add_parser("dispatch", help="the instruction each recipe runs on, per architecture")
+    p = commands.add_parser("lower", help="one row of dispatch, in a process of its own")
+    p.add_argument("what")
     commands.add_parser("readme", help="write README.md's tables anew")
     for name in ("loss", "ablate"):
         p = commands.add_parser(name, help="train and compare; arguments after -- go to train.py")
         p.add_argument("--model", default="nano", help="preset of train.py")
-        p.add_argument("--seeds", type=int, default=5)
+        p.add_argument("--seeds", type=int, default=5, choices=range(1, 100), metavar="N")
         p.add_argument("--rows", nargs="+", help="some of the table's rows (default: all)")
-        p.add_argument("--estimators", type=lambda t: t.split(","), default=["scratch", "branched"],
+        p.add_argument("--estimators", nargs="+", choices=("scratch", "branched"), default=["scratch", "branched"],
                        help="scratch: whole runs from the same weights and batches; "
                             "branched: the last third, from one BF16 run")
         p.add_argument("--jobs", type=int, default=1 if torch.cuda.is_available() else os.cpu_count(),

@@ -78,7 +78,8 @@ class SwiGLU(nn.Module):
 class MoE(nn.Module):
     """Fine-grained experts beside a shared one (DeepSeekMoE, arXiv 2401.06066). Dropless: tokens are sorted by expert
     and each expert multiplies what it gets, however many. Balanced without an auxiliary loss (arXiv 2408.15664): a
-    bias on each expert's score, used for the choice alone, goes up when the expert got less than its share."""
+    bias on each expert's score, used for the choice alone, goes up by --balance-rate when the expert got less than its
+    share, and else down. (Its authors use a rate of 1e-3; our runs are too short for that.)"""
 
     def __init__(self, s, recipe):
         super().__init__()
@@ -112,7 +113,7 @@ class MoE(nn.Module):
         return self.shared(x) + (out * gates.unsqueeze(-1)).sum(1).view(x.shape)
 
     @torch.no_grad()
-    def balance(self, rate=1e-3):
+    def balance(self, rate):
         """Once a step: move the biases, clear the counts, return max load / mean load (1 is perfect balance)."""
         mean = self.load.mean()
         worst = self.load.max() / mean
@@ -179,8 +180,12 @@ PRESETS = {
     "small-moe":  dict(layers=8, dim=512, heads=8, hidden=352, experts=32, top_k=3, seq_len=1024, batch_size=32,
                        steps=2000, lr=1e-3, warmup=200),
 }
-RESUMABLE = ("out", "device", "steps", "eval_interval", "save_interval", "log_interval", "compile")     # may change
+RESUMABLE = ("out", "device", "steps", "warmup", "eval_interval", "save_interval", "log_interval", "sample", "compile")
 RECIPE_FLAGS = ("recipe", "fmt", "scale", "block", "rht", "sr", "two_d", "rht_block", "keep_bf16")
+
+
+class Diverged(ValueError):
+    """Training has met a number that is not finite."""
 
 
 def positive(text):
@@ -195,6 +200,12 @@ def natural(text):
     return n
 
 
+def real(text):
+    if not 0 <= (value := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a finite number, at least 0, got {text}")
+    return value
+
+
 def some_of(names):
     """An argument type: "none", "all", or a comma-separated choice of names."""
     def parse(text):
@@ -205,35 +216,40 @@ def some_of(names):
     return parse
 
 
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    def _get_help_string(self, action):                 # "(default: None)" would say nothing
+        return action.help if action.default in (None, False) else super()._get_help_string(action)
+
+
 def parse_args(argv=None):
-    p = argparse.ArgumentParser(description="Pretrain a small GPT under a 4-bit recipe.",
-                                formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p = argparse.ArgumentParser(description="Pretrain a small GPT under a 4-bit recipe.", formatter_class=Help)
     on_gpu = torch.cuda.is_available()
     add = p.add_argument
     add("--recipe", default="ufp4", choices=ufp4.RECIPES, help="what is quantized how; see RECIPES in ufp4.py")
     add("--model", default="small" if on_gpu else "nano", choices=PRESETS, help="preset: sizes, steps, learning rate")
     add("--data", default="python", help="python, shakespeare, fineweb, or a text file")
-    add("--out", help="directory for log and checkpoints (default: out/MODEL-RECIPE-sSEED)")
+    add("--out", help="directory for log and checkpoints (default: out/MODEL-RECIPE-sSEED, with any overrides)")
     add("--resume", action="store_true", help="go on from the last checkpoint in OUT")
     add("--branch", metavar="CKPT", help="start from this checkpoint of a run that may differ in its recipe")
     add("--seed", type=natural, default=0, help="of weights, batches and stochastic rounding")
     add("--device", default="cuda" if on_gpu else "cpu", help="cpu, cuda, cuda:1, ...")
     add("--dtype", choices=("float32", "bfloat16"), help="of GEMMs, by autocast (default: bfloat16, on a CPU float32)")
-    add("--compile", action=argparse.BooleanOptionalAction, default=on_gpu, help="torch.compile the model")
+    add("--compile", action="store_true", help="torch.compile the whole model (the quantizer is compiled in any case)")
     g = p.add_argument_group("sizes and schedule (default: the preset's)")
     for name, kind, text in (
             ("layers", positive, "transformer blocks"), ("dim", positive, "width of the residual stream"),
             ("heads", positive, "attention heads"), ("hidden", positive, "width inside the MLP, or inside each expert"),
             ("experts", natural, "experts a layer; 0: dense"), ("top-k", natural, "experts a token goes to"),
             ("seq-len", positive, "context, in tokens"), ("batch-size", positive, "sequences a step"),
-            ("steps", positive, "optimizer steps"), ("lr", float, "peak learning rate"),
-            ("warmup", natural, "steps of linear warm-up")):
+            ("steps", positive, "optimizer steps"), ("lr", real, "peak learning rate"),
+            ("warmup", natural, "steps of linear warm-up; the preset's is cut to a fifth of --steps")):
         g.add_argument(f"--{name}", type=kind, default=argparse.SUPPRESS, help=text)
-    add("--min-lr", type=float, default=0.1, help="final learning rate, as a fraction of the peak; cosine decay")
-    add("--weight-decay", type=float, default=0.1, help="AdamW, on matrices")
-    add("--beta1", type=float, default=0.9, help="AdamW")
-    add("--beta2", type=float, default=0.95, help="AdamW")
-    add("--clip", type=float, default=1.0, help="largest gradient norm")
+    add("--min-lr", type=real, default=0.1, help="final learning rate, as a fraction of the peak; cosine decay")
+    add("--weight-decay", type=real, default=0.1, help="AdamW, on matrices")
+    add("--beta1", type=real, default=0.9, help="AdamW")
+    add("--beta2", type=real, default=0.95, help="AdamW")
+    add("--clip", type=real, default=1.0, help="largest gradient norm")
+    add("--balance-rate", type=real, default=1e-2, help="MoE: what a step adds to, or takes from, an expert's bias")
     add("--eval-interval", type=positive, default=100, help="steps between validations")
     add("--eval-windows", type=positive, default=128, help="fixed validation windows of SEQ_LEN tokens")
     add("--save-interval", type=positive, default=100, help="steps between checkpoints")
@@ -249,7 +265,9 @@ def parse_args(argv=None):
     g.add_argument("--two-d", action=argparse.BooleanOptionalAction, help="block x block scales for weights")
     add("--keep-bf16", type=natural, default=0, help="leave this many of the last blocks unquantized")
     s = p.parse_args(argv)
-    for name, value in PRESETS[s.model].items():
+    preset = dict(PRESETS[s.model])
+    preset["warmup"] = min(preset["warmup"], getattr(s, "steps", preset["steps"]) // 5)
+    for name, value in preset.items():
         if not hasattr(s, name):
             setattr(s, name, value)
     try:
@@ -257,19 +275,35 @@ def parse_args(argv=None):
     except (RuntimeError, AssertionError) as e:         # no such device, or not in this build of torch
         p.error(f"--device {s.device} can't be used: {str(e).splitlines()[0]}")
     s.dtype = s.dtype or ("float32" if s.device == "cpu" else "bfloat16")
-    s.out = s.out or f"out/{s.model}-{s.recipe}-s{s.seed}"
+    s.out = s.out or f"out/{s.model}-{variant(s, '-')}-s{s.seed}"
     if s.dim % s.heads or s.dim // s.heads % 2:
         p.error(f"--dim {s.dim} must split into --heads {s.heads} of an even width")
-    if s.experts and not 1 <= s.top_k <= s.experts:
+    if not 1 <= s.top_k <= s.experts and (s.experts or s.top_k):
         p.error(f"--top-k must be from 1 to --experts {s.experts}, got {s.top_k}")
+    if s.warmup > s.steps:
+        p.error(f"--warmup {s.warmup} is more than --steps {s.steps}")
+    if s.resume and s.branch:
+        p.error("--branch starts a run; to go on with one, give --resume without it")
     if s.keep_bf16 > s.layers:
         p.error(f"--keep-bf16 {s.keep_bf16} is more than --layers {s.layers}")
     return s
 
 
+def overrides(s):
+    """The recipe's fields that flags changed."""
+    return {k: getattr(s, k) for k in RECIPE_FLAGS[1:-1] if getattr(s, k) is not None}
+
+
+def variant(s, separator):
+    """The recipe's name with its overrides, e.g. ufp4-rht.wgrad-sr.none."""
+    fields = {**overrides(s), **({"keep_bf16": s.keep_bf16} if s.keep_bf16 else {})}
+    text = [f"{k}.{'+'.join(v) or 'none' if isinstance(v, tuple) else v}" for k, v in fields.items()]
+    return separator.join([s.recipe, *text])
+
+
 def make_recipe(s):
     """The named recipe with the overrides given; its random signs follow the seed."""
-    fields = {k: getattr(s, k) for k in RECIPE_FLAGS[1:-1] if getattr(s, k) is not None}
+    fields = overrides(s)
     if fields and s.recipe == "bf16":
         flag = next(iter(fields)).replace("_", "-")
         raise ValueError(f"--{flag} has no effect on recipe bf16, which quantizes nothing; name another --recipe")
@@ -326,6 +360,9 @@ def checkpoints(out):
 
 
 def save(out, step, model, optimizer, settings):
+    """Write ckpt-STEP.pt and drop the third last. Diverged, and nothing is written, if a weight is not finite."""
+    if not all(p.isfinite().all() for p in model.parameters()):
+        raise Diverged(f"step {step}: there are weights that are not finite; not saved")
     rng = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         rng["cuda"] = torch.cuda.get_rng_state()
@@ -345,8 +382,8 @@ def load(path, settings, may_differ):
         raise ValueError(f"there is no checkpoint {path}") from e
     except (RuntimeError, EOFError, KeyError, TypeError, OSError, pickle.UnpicklingError, zipfile.BadZipFile) as e:
         before = [p for p in checkpoints(path.parent) if p < path]
-        raise ValueError(f"{path} is damaged or not a checkpoint of train.py ({type(e).__name__}); " + (
-            f"delete it, and --resume goes on from {before[-1]}" if before else "there is none before it")) from e
+        hint = f"; delete it, and --resume goes on from {before[-1]}" if before else ""
+        raise ValueError(f"{path} is damaged or not a checkpoint of train.py ({type(e).__name__}){hint}") from e
     differ = [f"{k} is {settings[k]!r} now and was {saved.get(k)!r}" for k in settings
               if k not in may_differ and settings[k] != saved.get(k)]
     if differ:
@@ -362,7 +399,7 @@ def load_start(s, out, settings):
             raise ValueError(f"--resume: no checkpoint in {out}; start without --resume, or name another --out")
         return load(paths[-1], settings, RESUMABLE)
     if s.branch:
-        return load(Path(s.branch), settings, RESUMABLE + RECIPE_FLAGS + ("branch", "sample"))
+        return load(Path(s.branch), settings, RESUMABLE + RECIPE_FLAGS + ("branch",))
     return None
 
 
@@ -398,14 +435,13 @@ def set_aside(out):
 
 def bf16_loss(out, settings):
     """Final validation loss of a finished bf16 run beside OUT with the same settings otherwise, or None."""
-    ignore = RECIPE_FLAGS + RESUMABLE + ("branch", "sample")
+    same = settings.keys() - {*RECIPE_FLAGS, *RESUMABLE, "branch"} | {"steps", "warmup"}
     for path in sorted(out.parent.glob("*/log.jsonl")):
         try:
             records = [json.loads(line) for line in path.read_text().splitlines()]
             other = records[0]["settings"]
-            if other["recipe"] == "bf16" and records[-1]["step"] == settings["steps"] and \
-                    other["steps"] == settings["steps"] and \
-                    all(other.get(k) == v for k, v in settings.items() if k not in ignore):
+            if other["recipe"] == "bf16" and records[-1]["step"] == other["steps"] and \
+                    all(other.get(k) == settings[k] for k in same):
                 return records[-1]["val_loss"]
         except (ValueError, KeyError, IndexError):      # another program's log, or one being written
             continue
@@ -428,12 +464,16 @@ def train(s):
     """Run the settings; returns the final validation loss."""
     recipe = make_recipe(s)
     out = Path(s.out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / ".writable").touch()                         # fails now rather than at the first checkpoint
-    (out / ".writable").unlink()
-    settings = {k: list(v) if isinstance(v, tuple) else v for k, v in vars(s).items() if k != "resume"}
-    state = load_start(s, out, settings)
     dataset = prepare(s.data)
+    settings = {k: list(v) if isinstance(v, tuple) else v for k, v in vars(s).items() if k != "resume"}
+    settings["data"] = dataset.train[0].parent.name     # of a text file, this has its checksum: other text, other run
+    state = load_start(s, out, settings)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / ".writable").touch()                     # fails now rather than at the first checkpoint
+        (out / ".writable").unlink()
+    except OSError as e:
+        raise OSError(f"can't write to --out {out}: {e.strerror}") from e
     files, val = [read_tokens(p) for p in dataset.train], read_tokens(dataset.val[0])
     for split, tokens in [("training", f) for f in files] + [("validation", val)]:
         if len(tokens) < s.seq_len + 1:
@@ -451,8 +491,8 @@ def train(s):
     n = sum(p.numel() for p in model.parameters())
     idle = sum(m.fc1.numel() + m.fc2.numel() for m in moes) * (1 - s.top_k / max(1, s.experts))
     print(f"{s.model}, {n / 1e6:.2f}M parameters" + (f" ({(n - idle) / 1e6:.2f}M active a token)" if moes else "") +
-          f", recipe {s.recipe}, data {s.data}, {s.device}, {s.steps} steps of {s.batch_size} x {s.seq_len} tokens, "
-          f"to {out}")
+          f", recipe {variant(s, ' ')}, data {s.data}, {s.device}, {s.steps} steps of {s.batch_size} x {s.seq_len} "
+          f"tokens, to {out}")
     first = 0
     if not s.resume:
         set_aside(out)
@@ -467,6 +507,8 @@ def train(s):
     log = start_log(out, settings, first)
     run = torch.compile(model) if s.compile else model
 
+    if s.recipe != "bf16":
+        print("the first step compiles the quantizer, which takes a while (less when it is cached)")
     stop = []
     handlers = {sig: signal.signal(sig, lambda *_: stop.append(1)) for sig in (signal.SIGINT, signal.SIGTERM)}
     val_loss = evaluate(run, val, s) if first >= s.steps else None
@@ -484,11 +526,11 @@ def train(s):
             train_loss = loss.item()
             if not (math.isfinite(train_loss) and math.isfinite(norm)):
                 kept = checkpoints(out)
-                raise ValueError(f"step {step + 1}: the loss is {train_loss} and the gradient norm {norm}; stopped "
-                                 f"before this update. Last good checkpoint: {kept[-1] if kept else 'none yet'}")
+                raise Diverged(f"step {step + 1}: the loss is {train_loss} and the gradient norm {norm}; stopped "
+                               f"before this update. Last good checkpoint: {kept[-1] if kept else 'none yet'}")
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            load_ratio = [m.balance().item() for m in moes]
+            load_ratio = [m.balance(s.balance_rate).item() for m in moes]
             tokens_seen += s.batch_size * s.seq_len
             done = step + 1
             last = done == s.steps
@@ -497,6 +539,8 @@ def train(s):
                 rate, val_loss = tokens_seen / (time.perf_counter() - clock), None
                 if done % s.eval_interval == 0 or last:
                     val_loss = evaluate(run, val, s)    # the clock stands still
+                    if not math.isfinite(val_loss):
+                        raise Diverged(f"step {done}: the validation loss is {val_loss}; this step is not saved")
                 record = {"step": done, "train_loss": train_loss, "val_loss": val_loss, "lr": lr, "grad_norm": norm,
                           "tokens_per_s": round(rate)}
                 if moes:
@@ -531,7 +575,7 @@ def report(s, settings, model, val, dataset, val_loss):
     if s.recipe != "bf16" and reference is not None:
         print(f"BF16-relative loss error {abs(val_loss - reference) / reference:.2%} (bf16: {reference:.4f})")
     elif s.recipe != "bf16":
-        print(f"no finished bf16 run with these settings beside {s.out}: run --recipe bf16 too for the loss error")
+        print(f"no finished bf16 run with the same settings beside {s.out}: run --recipe bf16 too for the loss error")
     if s.sample:
         model.eval()
         prompt = torch.from_numpy(val[:32].astype(np.int64))[None].to(s.device)
@@ -549,5 +593,10 @@ if __name__ == "__main__":
     arguments = parse_args()
     try:
         train(arguments)
+    except Diverged as error:
+        print(f"train.py: {error}", file=sys.stderr)
+        sys.exit(3)
     except (ValueError, OSError) as error:
         sys.exit(f"train.py: {error}")
+    except KeyboardInterrupt:
+        sys.exit("train.py: interrupted")

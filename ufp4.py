@@ -10,24 +10,33 @@ Recipe" (Zhao et al., arXiv 2606.20381). In short:
        GEMM 3  wgrad   dW (N, K) = dY^T (N, M) X (M, K)      contracts over M
 
    4-bit training quantizes both operands of all three, in blocks of 16 values along the dimension that the GEMM
-   contracts. A block shares one scale s = amax / g_max; each value becomes a 4-bit code: x ~ s * rho(x / s).
+   contracts (so X, W and dY are each quantized twice, in two directions). The values of a block share one scale
+   s = amax / g_max, its largest magnitude over the largest number of the format. Each becomes the 4-bit code of
+   rho(x / s), rho rounding to the format's grid, and stands for Q(x) = s rho(x / s).
 
 2. The accelerator's 4-bit float, E2M1, has magnitudes 0 0.5 1 1.5 2 3 4 6. Where the spacing doubles, at 2 and at
    4, more numbers round down to the level than up to it: with a locally uniform density the expected error in the
    bin of level q_i is (l_i - r_i) / 2, l and r the bin's half-widths: -0.125 at 2 and -0.25 at 4. So rounding to
-   nearest shrinks: <Q(A), A> / <A, A> = alpha < 1 (0.9959 on Gaussian data). Noise averages out over a deep
-   network; a factor alpha_A alpha_B per GEMM compounds. A uniform grid has l = r, and no such bias.
+   nearest shrinks: the slope alpha = <Q(A), A> / <A, A> is below 1 (0.9959 on Gaussian data). Noise averages out
+   over a deep network; a factor alpha_A alpha_B in every GEMM A B compounds. A uniform grid has l = r, and its
+   slope stays near 1 (1.0006: a density that falls within a bin leaves it a trace of expansion).
 
 3. The random Hadamard transform (RHT) spreads an outlier over its block. That serves a uniform grid, which lacks
-   dynamic range, and hurts E2M1: it moves mass from the tails to the middle magnitudes, where the lopsided bins are.
+   dynamic range. It hurts E2M1, the paper finds: mass moves from the tails to the middle magnitudes, where the
+   lopsided bins are.
 
-4. Hence the recipe: a uniform grid (E1M2 or INT4), RHT on both operands of all three GEMMs, and stochastic rounding
-   (SR) on dY alone. `RECIPES` below has it as one row of data, beside the baselines that it is compared with.
+4. Stochastic rounding (SR) rounds up or down at random, so that the mean is exact, and pays with a larger error each
+   time. The output gradient dY is where it pays: what it feeds, dX and dW, is summed over many layers and steps, so
+   that a bias would add up where noise cancels. On X and W the extra noise costs more than the bias it removes (in
+   the authors' runs with E2M1, more SR than dY made things worse).
+
+5. Hence the recipe: a uniform grid (E1M2 or INT4), RHT on both operands of all three GEMMs, SR on dY alone. `RECIPES`
+   below has it as one row of data, beside the baselines that it is compared with.
 
 Here the arithmetic is emulated ("fake quantization"): operands are rounded to values that 4 bits can hold, then
 multiplied as ordinary floats, in float32 for float32 inputs and in bfloat16 under autocast. A 4-bit code times an
-FP32 scale does not fit bfloat16's 8 significant bits, so on that path each operand is rounded once more; in float32
-the products are exact. Real 4-bit storage is what `quantize` returns.
+FP32 scale does not fit bfloat16's 8 significant bits, so on that path each operand is rounded once more, by up to
+2^-9 of itself; in float32 by 2^-25. Real 4-bit storage is what `quantize` returns.
 
     import ufp4
     model = ufp4.convert(model, recipe="ufp4")      # any model with nn.Linear layers, then train as before
@@ -57,7 +66,8 @@ class Format:
         magnitude = min_normal * 2^-mbits * (m                if e == 0 else
                                              (2^mbits + m) * 2^(e-1))
 
-    E2M1 has exponents 0..3, so the spacing goes 0.5, 0.5, 1, 2: lopsided bins where it changes.
+    E2M1 has exponents 0..3, so the spacing goes 0.5, 0.5, 1, 2: lopsided bins where it changes. (Its code c = 101 has
+    e = 10 and m = 1: 1 * 2^-1 * (2 + 1) * 2 = 3.)
     E1M2 has exponents 0 and 1 only, and those two share one spacing: 0 .25 .5 .75 | 1 1.25 1.5 1.75. That is how
     a float with an exponent bit comes to be a uniform grid.
     INT4 has no exponent bits at all: every code is "subnormal", a plain integer 0..7. Its grid is E1M2's times 4;
@@ -95,10 +105,12 @@ GEMMS = ("fprop", "dgrad", "wgrad")
 OPERANDS = ("x", "w", "dy")
 
 
-@functools.cache
 def get_format(name):
     """The Format of that name. A suffix restricts the range: "e2m1-max3" scales amax to 3, so that the codes of 4 and
-    6 are never used and the grid kept is nearly uniform (section 4, range-restricted E2M1). ValueError if unknown."""
+    6 are never used and the grid kept is nearly uniform (the paper's Q4; meant for FP32 scales, the others may round
+    down and clip). ValueError if unknown."""
+    if not isinstance(name, str):
+        raise ValueError(f"a format is given by its name, one of {', '.join(FORMATS)}; got {name!r}")
     base, _, top = name.partition("-max")
     if base in FORMATS:
         levels = {f"{v:g}": v for v in FORMATS[base].levels[1:]}
@@ -131,17 +143,20 @@ TINY = 2.0**-149                # the smallest positive float32: keeps a scale o
 def block_scales(amax, fmt, scale):
     """Scales from the block maxima `amax` (float32, any shape): (block scales, tensor scale).
 
-    fp32  s = amax / g_max, one FP32 a block: the paper's choice (section 3).
+    fp32  s = amax / g_max, one FP32 a block: the paper's choice (its Table 1).
     e4m3  two levels, as in NVFP4 (arXiv 2509.25149): one FP32 t = amax(tensor) / (448 g_max) for the tensor, and
           s = E4M3(amax / (g_max t)) a block.
-    e8m0  a power of two, as in OCP's MX: for E2M1 s = 2^(floor(log2 amax) - 2), because E2M1's largest binade is 2^2.
+    e8m0  a power of two, as in the MX formats of the Open Compute Project (OCP): for E2M1
+          s = 2^(floor(log2 amax) - 2), because E2M1's largest numbers, 4 and 6, are 2^2 and more.
 
     NVFP4 rounds s to nearest and MX rounds it down, so about half of all E4M3 blocks and many E8M0 blocks have
     amax / s > g_max: their largest values clip. Clipping shrinks, and no rounding of the remainder can undo it: the
-    slope alpha of E2M1 under *stochastic* rounding on Gaussian data is 1.0000 with FP32 scales, but 0.9966 (E4M3)
-    and 0.990 (E8M0) by these rules (`python bench.py bias`). E2M1 follows the rules of its standards to the letter.
-    For a uniform grid, which exists to be free of bias, the same scales round UP: nothing clips, SR stays unbiased,
-    and the price is a grid that is slightly coarser.
+    slope alpha of E2M1 under *stochastic* rounding on Gaussian data is 1.000 with FP32 scales, but 0.997 (E4M3) and
+    0.989 (E8M0; on unit Gaussians, since powers of two make it depend on the size of x) by these rules
+    (`python bench.py bias`). E2M1 follows the rules of its standards to the letter. For a uniform grid, which exists
+    to be free of bias, the same scales round UP: nothing clips, and SR stays unbiased, at 1.000 with all three kinds.
+    The price: a coarser grid, and under rounding to *nearest*, as X and W have it, a slope of 1.006 (E4M3). A block's
+    largest value then lies below the top level, often rounds up to it, and nothing above is there to round down.
     """
     if scale == "fp32":
         s, t = (amax / fmt.max).clamp(min=TINY), 1.0
@@ -150,7 +165,7 @@ def block_scales(amax, fmt, scale):
         r = amax / fmt.max / t
         step = pow2_floor(r.clamp(min=2.0**-6)) * 2.0**-3               # E4M3's spacing at r
         s = (torch.ceil(r / step) if fmt.uniform else torch.round(r / step)) * step
-        s, t = s.clamp(max=E4M3_MAX), t
+        s = s.clamp(max=E4M3_MAX)
     else:
         r = amax / fmt.max
         s = pow2_ceil(r) if fmt.uniform else pow2_floor(amax) / 2.0 ** math.floor(math.log2(fmt.max))
@@ -165,10 +180,10 @@ def block_scales(amax, fmt, scale):
 def round_to_grid(a, fmt, noise=None):
     """Round magnitudes `a` (float32, 0 <= a <= fmt.max) to the format's grid.
 
-    The spacing at a is that of its binade, and constant in the subnormal range. Divided by it (a power of two, so
-    exactly), a rounds to an integer: to nearest, ties to the even integer, which is also the even code; or, given
-    `noise` uniform in (0, 1), stochastically between its two neighbours, up with probability equal to the fraction.
-    A value on the grid stays where it is.
+    The spacing at a is that of its binade (from one power of two to the next), and constant in the subnormal range.
+    Divided by it (a power of two, so exactly), a rounds to an integer: to nearest, ties to the even integer, which is
+    also the even code; or, given `noise` uniform in (0, 1), stochastically between its two neighbours, up with
+    probability equal to the fraction. A value on the grid stays where it is.
     """
     step = pow2_floor(a).clamp(min=fmt.min_normal) * 2.0**-fmt.mbits
     return (torch.round(a / step) if noise is None else torch.floor(a / step + noise)) * step
@@ -177,15 +192,15 @@ def round_to_grid(a, fmt, noise=None):
 def random_bytes(shape, device, generator=None):
     """Noise for stochastic rounding: two random bytes an element, uint8 of shape (2, *shape).
 
-    Stochastic rounding needs far fewer random bits than a float32 holds, and on a CPU they are its main cost.
+    Stochastic rounding needs far fewer random bits than a float32 holds, and on a CPU drawing them is much of its cost.
     `generator` as in torch.rand: None stands for the device's default one, which torch.manual_seed seeds.
     """
     n = 2 * math.prod(shape)
-    words = torch.empty(-(-n // 8), dtype=torch.int64, device=device).random_(-2**63, None, generator=generator)
+    words = torch.randint(-2**63, 2**63 - 1, (-(-n // 8),), device=device, generator=generator)        # 8 bytes each
     return words.view(torch.uint8)[:n].view(2, *shape)
 
 
-def uniform(bits):
+def centred_noise(bits):
     """(2, ...) random bytes -> float32 in (0, 1), centred: mean exactly 1/2, so a rounding error of at most 2^-17 of
     a step is all the bias that 16 bits leave. Without the half, truncated noise would itself shrink."""
     high, low = bits.float().unbind(0)
@@ -200,7 +215,7 @@ def snap(x, bits, dim, fmt, scale, block, two_d):
     """
     xb = x.unflatten(dim, (-1, block))
     amax = xb.abs().amax(dim, keepdim=True)
-    if two_d:                                   # blocks of block x block: `block` neighbouring blocks share an amax
+    if two_d:                                   # tiles of block x block: `block` neighbouring blocks share an amax
         other = -3 if dim == -1 else -1
         tiles = amax.unflatten(other, (-1, block))
         amax = tiles.amax(other, keepdim=True).expand_as(tiles).reshape(amax.shape)
@@ -209,7 +224,7 @@ def snap(x, bits, dim, fmt, scale, block, two_d):
     # to 0, and the block decodes to 0. Clamp before rounding: x / s can exceed g_max by an ulp, or more (above).
     d = s * t
     a = (xb.abs() / torch.where(d == 0, math.inf, d)).clamp(max=fmt.max)
-    q = round_to_grid(a, fmt, None if bits is None else uniform(bits.unflatten(dim, (-1, block))))
+    q = round_to_grid(a, fmt, None if bits is None else centred_noise(bits.unflatten(dim, (-1, block))))
     return torch.copysign(q, xb), s, t
 
 
@@ -222,7 +237,7 @@ def hadamard(n):
     ValueError for another n."""
     if n < 1 or n & (n - 1):
         raise ValueError(f"a Sylvester-Hadamard matrix has a power of two of rows, not {n}")
-    h = torch.ones(1, 1)
+    h = torch.ones(1, 1, dtype=torch.float32)
     while len(h) < n:
         h = torch.cat((torch.cat((h, h), 1), torch.cat((h, -h), 1)))
     return h * n**-0.5
@@ -240,7 +255,7 @@ def rht(x, signs, n=16, dim=-1):
     Orthonormal, so (X S H) (W S H)^T = X W^T: the GEMM undoes it, if both operands use the same signs and both are
     rotated along the dimension it contracts. Each output is a signed sum of n inputs: outliers spread out. H is
     never formed: log2(n) rounds of sums and differences, in a fixed order, so every machine gets the same bits.
-    The result is not rounded to x.dtype, which would flip 0.5% of the codes that follow.
+    The result is not rounded to x.dtype: bfloat16 would change about one in 200 of the codes that follow.
     Raises ValueError if the length along dim is not a multiple of n, n not a power of two, or not n signs.
     """
     if n < 1 or n & (n - 1) or x.shape[dim] % n:
@@ -273,8 +288,8 @@ class Quantized:
     def dequantize(self):
         """float32 (..., K)."""
         nibbles = torch.stack((self.codes & 15, self.codes >> 4), -1).flatten(-2)
-        q = torch.tensor(self.fmt.values, device=self.codes.device)[nibbles.int()]
-        blocks = q.unflatten(-1, (self.scale.shape[-1], -1))
+        q = torch.tensor(self.fmt.values, dtype=torch.float32, device=self.codes.device)[nibbles.int()]
+        blocks = q.unflatten(-1, (self.scale.shape[-1], q.shape[-1] // self.scale.shape[-1]))
         return ((blocks * self.scale.float().unsqueeze(-1)) * self.tensor_scale).flatten(-2)
 
 
@@ -298,18 +313,20 @@ def quantize(x, fmt="e1m2", scale="fp32", block=16, stochastic=False, generator=
     fmt "e2m1", "e1m2" or "int4"; scale "fp32", "e4m3" (meant for block=16) or "e8m0" (for block=32), see
     `block_scales`. Rounds to nearest, ties to the even code, or stochastically with noise from `generator` (None:
     torch's default one). two_d shares a scale among block x block values of the last two dimensions, as NVFP4 does
-    for weights, so that W and W^T quantize alike. Returns a `Quantized`. A block with NaN or Inf decodes to NaN.
+    for weights, so that W and W^T quantize alike. Returns a `Quantized`. A block with NaN or Inf decodes to NaN; a
+    value within a step of float32's largest may round to infinity, as in any rounding to nearest.
     Raises ValueError for an unknown name, and where K is not a multiple of the block.
     """
     f = check(x.shape, fmt, scale, block, two_d)
     bits = random_bytes((x.numel() // x.shape[-1], x.shape[-1]), x.device, generator) if stochastic else None
     q, s, t = snap(x.detach().float().reshape(-1, x.shape[-1]), bits, -1, f, scale, block, two_d)
-    levels = torch.tensor(f.levels, device=x.device)
+    levels = torch.tensor(f.levels, dtype=torch.float32, device=x.device)
     index = torch.bucketize(q.abs().contiguous(), levels).clamp(max=7)          # NaN: any code will do
     index = torch.where(q.signbit(), -index & 15 if f.twos_complement else index | 8, index)
-    codes = index.to(torch.uint8).reshape(*x.shape[:-1], -1, 2)
+    codes = index.to(torch.uint8).reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
     stored = {"fp32": torch.float32, "e4m3": torch.float8_e4m3fn, "e8m0": torch.float8_e8m0fnu}[scale]
-    return Quantized(codes[..., 0] | codes[..., 1] << 4, s.to(stored).reshape(*x.shape[:-1], -1), t, f)
+    s = s.to(stored).reshape(*x.shape[:-1], x.shape[-1] // block)
+    return Quantized(codes[..., 0] | codes[..., 1] << 4, s, t, f)
 
 
 def fake_quantize(x, fmt="e1m2", scale="fp32", block=16, stochastic=False, generator=None, two_d=False):
@@ -334,16 +351,26 @@ def fused(x, *args):
     """rotate_round, through torch.compile where that pays: one pass over memory in place of thirty, the same bits.
     Compiling takes seconds, once per combination of arguments; small tensors do without."""
     x = x.detach()
-    if x.numel() < 2**14 or torch.compiler.is_compiling() or not can_compile(x.device.type):
+    plain = x.numel() < 2**14 or type(x) is not torch.Tensor or x.is_meta       # small, or a stand-in without data
+    if plain or torch.compiler.is_compiling() or not can_compile(x.device.type):
         return rotate_round(x, *args)
     # Sizes of x may vary; the rest, the format's numbers above all, are constants of the compiled code.
-    with torch._dynamo.config.patch(specialize_int=True, specialize_float=True, recompile_limit=64):
-        return compiled()(x, *args)
+    try:
+        with torch._dynamo.config.patch(specialize_int=True, specialize_float=True, recompile_limit=64):
+            return compiled()(x, *args)
+    except torch._dynamo.exc.TorchDynamoException as e:     # such as a library half written when a process was killed
+        warnings.warn("torch.compile failed, so quantization runs uncompiled and several times slower; deleting its "
+                      f"cache ({torch._inductor.codecache.cache_dir()}) may help: {str(e).splitlines()[0]}")
+        return rotate_round(x, *args)
 
 
 @functools.cache
 def compiled():
-    return torch.compile(rotate_round, dynamic=True)
+    import torch._inductor.config as config
+    # On a GPU, a compiled "/" may be off by an ulp; ask for IEEE's, where this torch knows the option.
+    known = hasattr(getattr(config, "eager_numerics", None), "division_rounding")
+    options = {"eager_numerics.division_rounding": True} if known else None
+    return torch.compile(rotate_round, dynamic=True, options=options)
 
 
 @functools.cache
@@ -375,16 +402,22 @@ class Recipe:
     two_d: bool = False                 # W in block x block tiles
     rht_block: int = 16                 # size of the Hadamard matrix
     sign_seed: int = 0                  # fixes the random signs of the RHT
+    format: Format = dataclasses.field(init=False, repr=False)          # derived from the fields above
+    signs: tuple = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self):
         for field, allowed in (("rht", GEMMS), ("sr", OPERANDS)):
-            if not set(getattr(self, field)) <= set(allowed):
-                raise ValueError(f"{field} takes some of {', '.join(allowed)}, got {getattr(self, field)!r}")
+            given = getattr(self, field)
+            if not isinstance(given, (tuple, list)) or not set(given) <= set(allowed):
+                raise ValueError(f"{field} takes a tuple with some of {', '.join(allowed)}; got {given!r}")
+            object.__setattr__(self, field, tuple(given))
         if self.fmt is not None:
             check((self.block, self.block), self.fmt, self.scale, self.block, self.two_d)
         hadamard(self.rht_block)
         if self.unit % self.block or self.rht and self.unit % self.rht_block:
             raise ValueError(f"block = {self.block} and rht_block = {self.rht_block}: one must divide the other")
+        object.__setattr__(self, "format", None if self.fmt is None else get_format(self.fmt))
+        object.__setattr__(self, "signs", random_signs(self.sign_seed, self.rht_block))
 
     @property
     def unit(self):
@@ -400,7 +433,7 @@ RECIPES = {r.name: r for r in (
     Recipe("ufp4-mx", "e1m2", "e8m0", 32, rht=GEMMS, sr=("dy",)),             # with MX's power-of-two scales
     Recipe("e2m1", "e2m1", rht=("wgrad",), sr=("dy",)),                     # the paper's strong baseline (Table 1)
     Recipe("e2m1-full-rht", "e2m1", rht=GEMMS, sr=("dy",)),
-    Recipe("e2m1-max2", "e2m1-max2", rht=GEMMS, sr=("dy",)),                  # 0 .5 1 1.5 2: uniform, 3.2 bits
+    Recipe("e2m1-max2", "e2m1-max2", rht=GEMMS, sr=("dy",)),                  # 0 .5 1 1.5 2: uniform, but 9 values
     Recipe("e2m1-max3", "e2m1-max3", rht=GEMMS, sr=("dy",)),
     Recipe("e2m1-max4", "e2m1-max4", rht=GEMMS, sr=("dy",)),
     Recipe("nvfp4", "e2m1", "e4m3", rht=("wgrad",), sr=("dy",), two_d=True),        # arXiv 2509.25149
@@ -425,9 +458,9 @@ def quantize_operand(x, operand, gemm, dim, recipe):
     """One operand of one GEMM, quantized along dim (-1 or -2), which that GEMM contracts. Shape and dtype kept."""
     flat = x.reshape(-1, x.shape[-1])           # the experts of W (E, N, K) stack up: N is a multiple of the block
     bits = random_bytes(flat.shape, x.device) if operand in recipe.sr else None
-    signs = random_signs(recipe.sign_seed, recipe.rht_block) if gemm in recipe.rht else None
-    fmt, two_d = get_format(recipe.fmt), recipe.two_d and operand == "w"
-    return fused(flat, bits, signs, dim, fmt, recipe.scale, recipe.block, two_d, x.dtype).view(x.shape)
+    signs = recipe.signs if gemm in recipe.rht else None
+    two_d = recipe.two_d and operand == "w"
+    return fused(flat, bits, signs, dim, recipe.format, recipe.scale, recipe.block, two_d, x.dtype).view(x.shape)
 
 
 def matmul(a, b, offs):
@@ -443,18 +476,14 @@ def pad_tokens(x, offs, unit):
     """
     if offs is None:
         return F.pad(x, (0, 0, 0, -len(x) % unit)), None
-    ends = torch.cumsum((counts(offs) + unit - 1) // unit * unit, 0)            # where each padded group ends
+    sizes = torch.diff(offs, prepend=offs.new_zeros(1))                         # unit 16, offs 5 5 40: sizes 5  0 35
+    room = (sizes + unit - 1) // unit * unit                                    # rounded up:               16  0 48
+    ends = torch.cumsum(room, 0)                                                # the padded groups end at  16 16 64
+    shift = (ends - room) - (offs - sizes)                                      # each group moves by        0 11 11
     rows = torch.arange(len(x), device=x.device)
-    group = torch.searchsorted(offs, rows, right=True)
-    starts = ends - (counts(offs) + unit - 1) // unit * unit
-    to = rows + (starts - offs + counts(offs))[group]
+    to = rows + shift[torch.searchsorted(offs, rows, right=True)]
     padded = x.new_zeros((len(x) + len(offs) * (unit - 1)) // unit * unit, x.shape[1])
     return padded.index_copy_(0, to, x), ends.to(torch.int32)
-
-
-def counts(offs):
-    """Group sizes from group ends."""
-    return torch.diff(offs, prepend=offs.new_zeros(1))
 
 
 class QuantizedMatmul(torch.autograd.Function):
@@ -469,6 +498,7 @@ class QuantizedMatmul(torch.autograd.Function):
         return matmul(q(x, "x", "fprop", -1), q(w, "w", "fprop", -1).to(x.dtype).mT, offs)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
         q = functools.partial(quantize_operand, recipe=ctx.recipe)
         x, w, offs = ctx.saved_tensors
@@ -486,13 +516,19 @@ class QuantizedMatmul(torch.autograd.Function):
 def linear(x, w, recipe, offs=None):
     """X (..., K) times W (N, K)^T under a recipe -> (..., N). Differentiable; like F.linear, obeys autocast.
 
-    Grouped, for mixtures of experts: W (E, N, K), X (M, K) sorted by expert, and offs (E,) int32, the row at which
-    each expert's tokens end (offs[-1] = M; an expert without tokens repeats its predecessor's end).
-    Raises ValueError if N or K is not a multiple of recipe.unit.
+    Grouped, for mixtures of experts: W (E, N, K), X (M, K) sorted by expert, and offs (E,), the row at which each
+    expert's tokens end (offs[-1] = M; an expert without tokens repeats its predecessor's end).
+    In float16 a rotated operand can overflow: RHT makes a value up to 4 times as large. Gradients of gradients and
+    torch.func are not supported.
+    Raises ValueError if N or K is not a multiple of recipe.unit, or the shapes do not fit.
     """
-    recipe = get_recipe(recipe)
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    recipe, device = get_recipe(recipe), x.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        x = x.to(torch.get_autocast_dtype(device))
+    if not x.is_floating_point() or x.shape[-1] != w.shape[-1] or w.dim() != (2 if offs is None else 3):
+        raise ValueError(f"linear needs floats X (..., K) and W (N, K), or with offs X (M, K) and W (E, N, K); got "
+                         f"{x.dtype} {tuple(x.shape)} and {tuple(w.shape)}")
+    offs = None if offs is None else offs.to(torch.int32)
     if recipe.fmt is None:
         return F.linear(x, w.to(x.dtype)) if offs is None else F.grouped_mm(x, w.to(x.dtype).mT, offs=offs)
     check_features(*w.shape[-2:], recipe)
@@ -518,6 +554,8 @@ class Linear(nn.Linear):
         check_features(out_features, in_features, self.recipe)
 
     def forward(self, x):
+        if self.recipe.fmt is None:
+            return super().forward(x)
         y = linear(x, self.weight, self.recipe)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
@@ -533,13 +571,18 @@ def convert(model, recipe="ufp4", skip=SKIP):
 
     Each layer stays the same object with the same parameters (so dtype, device, bias, ties and hooks survive) and
     changes class to `Linear`. `skip` names layers to leave alone: a whole dotted name, or any part of it ("lm_head",
-    "blocks.0"). Subclasses of nn.Linear are left alone too: they have a forward of their own. Converting
-    again changes the recipe. Raises ValueError, before anything is changed, if the recipe is unknown, a name that the
-    caller skips matches no linear layer, no layer is left, or a layer's size does not fit the recipe's blocks.
+    "blocks.0"). Converting again changes the recipe.
+
+    Not reached: subclasses of nn.Linear (the projections of nn.MultiheadAttention, parametrized layers), and other
+    classes that multiply (transformers' Conv1D). nn.TransformerEncoderLayer in evaluation without gradients uses its
+    weights without calling its layers; torch.backends.mha.set_fastpath_enabled(False) makes it call them.
+
+    Raises ValueError, before anything is changed, if the recipe is unknown, a name that the caller skips matches no
+    linear layer, no layer is left, a layer's forward was replaced, or its size does not fit the recipe's blocks.
     """
     recipe = get_recipe(recipe)
     skip = (skip,) if isinstance(skip, str) else skip
-    layers = {name: m for name, m in model.named_modules() if type(m) in (nn.Linear, Linear)}
+    layers = {name: m for name, m in model.named_modules(remove_duplicate=False) if type(m) in (nn.Linear, Linear)}
     skipped = {s: [name for name in layers if f".{s}." in f".{name}."] for s in skip}
     unknown = [s for s, names in skipped.items() if not names]
     if unknown and skip is not SKIP:
@@ -552,6 +595,12 @@ def convert(model, recipe="ufp4", skip=SKIP):
                          f"skipped: {', '.join(skip) or 'none'}")
     for name, m in chosen.items():
         check_features(m.out_features, m.in_features, recipe, f"layer {name!r}")
+        if "forward" in vars(m):                        # as accelerate's hooks do: Linear's would never be called
+            raise ValueError(f"layer {name!r} has had its forward replaced; convert the model before that, or skip it")
+    encoder = any(isinstance(m, nn.TransformerEncoderLayer) for m in model.modules())
+    if encoder and torch.backends.mha.get_fastpath_enabled():
+        warnings.warn("nn.TransformerEncoderLayer bypasses its converted layers in evaluation without gradients; "
+                      "torch.backends.mha.set_fastpath_enabled(False) prevents that")
     for m in chosen.values():
         m.__class__, m.recipe = Linear, recipe
     return model

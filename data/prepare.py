@@ -38,7 +38,7 @@ class Dataset:
 
 
 def encoding(name):
-    """The tiktoken Encoding "bytes" (256 tokens, one a byte, needs no download) or "gpt2" (which does)."""
+    """The tiktoken Encoding "bytes" (256 tokens, token i is byte i, needs no download) or "gpt2" (which does)."""
     if name == "bytes":
         return tiktoken.Encoding("bytes", pat_str=r"[^\n]*\n?", special_tokens={},
                                  mergeable_ranks={bytes([i]): i for i in range(256)})
@@ -109,23 +109,15 @@ def download(url, path, check=None):
     os.replace(part, path)
 
 
-def from_text(folder, train, val):
-    """Token files of two texts, as bytes."""
-    enc = encoding("bytes")
-    for split, text in (("train", train), ("val", val)):
-        write_tokens(folder / f"{split}.bin", enc.encode(text, disallowed_special=()))
-    return folder
-
-
-def split_text(text, name):
+def split_bytes(data, name):
     """The last tenth is for validation."""
-    if not text.strip():
+    cut = len(data) * 9 // 10
+    if not data.strip() or not cut:
         raise ValueError(f"{name} holds no text")
-    cut = len(text) * 9 // 10
-    return text[:cut], text[cut:]
+    return data[:cut], data[cut:]
 
 
-def stdlib_texts():
+def stdlib_bytes():
     """The standard library's source, split by file: a file goes to validation if its name's CRC says so."""
     lib = Path(sysconfig.get_paths()["stdlib"])
     texts = {"train": [], "val": []}
@@ -134,10 +126,10 @@ def stdlib_texts():
         name = path.relative_to(lib)
         if not skip & set(name.parts):
             split = "val" if zlib.crc32(name.as_posix().encode()) % 20 == 0 else "train"
-            texts[split].append(path.read_text(encoding="utf-8", errors="replace"))
+            texts[split].append(path.read_bytes())
     if not texts["train"] or not texts["val"]:
         raise ValueError(f"found no standard library source under {lib}; use --data with a text file")
-    return "".join(texts["train"]), "".join(texts["val"])
+    return b"".join(texts["train"]), b"".join(texts["val"])
 
 
 def prepare(name="python", root=ROOT, shards=1, url=FINEWEB):
@@ -152,24 +144,25 @@ def prepare(name="python", root=ROOT, shards=1, url=FINEWEB):
         train = sorted((root / name).glob("fineweb_train_*.bin"))
         return Dataset(train, [root / name / files[0]], 50257, "gpt2")
     if name == "python":
-        folder, make = root / f"python-{sys.version_info[0]}.{sys.version_info[1]}.{sys.version_info[2]}", stdlib_texts
+        folder, make = root / f"python-{sys.version_info[0]}.{sys.version_info[1]}.{sys.version_info[2]}", stdlib_bytes
     elif name == "shakespeare":
         folder, raw = root / name, root / name / "input.txt"
 
         def make():
             if not raw.exists():
                 download(SHAKESPEARE, raw)
-            return split_text(raw.read_text(encoding="utf-8"), name)
+            return split_bytes(raw.read_bytes(), name)
     elif Path(name).is_file():
         data = Path(name).read_bytes()
         folder = root / f"{Path(name).stem}-{zlib.crc32(data):08x}"             # another content, another folder
 
         def make():
-            return split_text(data.decode("utf-8", errors="replace"), name)
+            return split_bytes(data, name)
     else:
         raise ValueError(f"no data set or file is called {name!r}: take python, shakespeare, fineweb, or a text file")
     if not (folder / "val.bin").exists():               # written last
-        from_text(folder, *make())
+        for split, text in zip(("train", "val"), make()):
+            write_tokens(folder / f"{split}.bin", np.frombuffer(text, dtype=np.uint8))      # token = byte
     return Dataset([folder / "train.bin"], [folder / "val.bin"], 256, "bytes")
 
 
