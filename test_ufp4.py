@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from fractions import Fraction
 from pathlib import Path
 

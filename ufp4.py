@@ -517,7 +517,8 @@ def linear(x, w, recipe, offs=None):
     """X (..., K) times W (N, K)^T under a recipe -> (..., N). Differentiable; like F.linear, obeys autocast.
 
     Grouped, for mixtures of experts: W (E, N, K), X (M, K) sorted by expert, and offs (E,), the row at which each
-    expert's tokens end (offs[-1] = M; an expert without tokens repeats its predecessor's end).
+    expert's tokens end (offs[-1] = M; an expert without tokens repeats its predecessor's end). Under E4M3 scales all
+    experts share one tensor scale.
     In float16 a rotated operand can overflow: RHT makes a value up to 4 times as large. Gradients of gradients and
     torch.func are not supported.
     Raises ValueError if N or K is not a multiple of recipe.unit, or the shapes do not fit.
