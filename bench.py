@@ -2,7 +2,7 @@
 
     python bench.py bias            geometry of the grids: bins, per-bin bias, slopes, how shrinkage compounds (1 min)
     python bench.py cpu             what emulation costs on this CPU: fake_quantize, and a training step, against BF16
-    python bench.py loss            BF16-relative loss error of recipes, paired seeds (hours; --quick: 15 min)
+    python bench.py loss            BF16-relative loss error of recipes, paired seeds (hours; --quick for a first look)
     python bench.py ablate          the same for the paper's ablations
     python bench.py dispatch        the tensor-core instruction of each recipe on each GPU, compiled without one
     python bench.py readme          write the tables of README.md anew from data/results

@@ -34,7 +34,7 @@ try:
     import triton.language as tl
     from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError as e:
-    raise ImportError("kernels.py needs Triton 3.6 or newer: pip install triton (Linux), or UFP4_BACKEND=torch") from e
+    raise ImportError("kernels.py needs Triton 3.6 or newer: pip install triton (Linux); ufp4.py works without") from e
 
 VERSION = tuple(int(n) for n in triton.__version__.split("+")[0].split(".")[:2])
 if VERSION < (3, 6):
@@ -470,7 +470,7 @@ def check(x, block, unit, rows, cols):
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise TypeError(f"the Triton kernels quantize bfloat16, float16 and float32, not {x.dtype}")
     if x.device.type == "cpu" and not INTERPRET:
-        raise ValueError("the Triton kernels need a GPU tensor; for a CPU tensor use UFP4_BACKEND=torch, or set "
+        raise ValueError("the Triton kernels need a GPU tensor; for a CPU tensor call ufp4.quantize, or set "
                          "TRITON_INTERPRET=1 before triton is imported to run them in the interpreter")
     if x.dim() != 2 or not (rows or cols):
         raise ValueError(f"quantize takes a 2-D tensor and rows, cols or both, got {tuple(x.shape)}, {rows}, {cols}")

@@ -7,8 +7,8 @@
     python train.py --recipe ufp4 --resume          # goes on after Ctrl-C or a crash, bit for bit
 
 A recipe (see ufp4.py) governs every linear layer of the blocks. Embedding, LM head, router and norms stay in high
-precision. On a GPU the rest computes in BF16 under autocast; on a CPU in float32, which is the faster there, so that
-"bf16" names the recipe without quantization rather than the arithmetic of the CPU.
+precision. On a GPU everything computes in BF16 under autocast; on a CPU in float32, so that "bf16" names the recipe
+without quantization rather than the arithmetic. (--dtype bfloat16 is faster on CPUs with instructions for it.)
 
 A run writes to OUT: log.jsonl, the settings in its first line and one line for each logged step after it, and
 checkpoints ckpt-STEP.pt, of which the last two are kept.

@@ -26,9 +26,8 @@ Recipe" (Zhao et al., arXiv 2606.20381). In short:
    lopsided bins are.
 
 4. Stochastic rounding (SR) rounds up or down at random, so that the mean is exact, and pays with a larger error each
-   time. The output gradient dY is where it pays: what it feeds, dX and dW, is summed over many layers and steps, so
-   that a bias would add up where noise cancels. On X and W the extra noise costs more than the bias it removes (in
-   the authors' runs with E2M1, more SR than dY made things worse).
+   time. A bias in the gradient adds up over layers and steps, where noise cancels, so the output gradient dY gets SR.
+   X and W do not: in the authors' runs with E2M1, more SR than on dY made things worse.
 
 5. Hence the recipe: a uniform grid (E1M2 or INT4), RHT on both operands of all three GEMMs, SR on dY alone. `RECIPES`
    below has it as one row of data, beside the baselines that it is compared with.
@@ -36,7 +35,7 @@ Recipe" (Zhao et al., arXiv 2606.20381). In short:
 Here the arithmetic is emulated ("fake quantization"): operands are rounded to values that 4 bits can hold, then
 multiplied as ordinary floats, in float32 for float32 inputs and in bfloat16 under autocast. A 4-bit code times an
 FP32 scale does not fit bfloat16's 8 significant bits, so on that path each operand is rounded once more, by up to
-2^-9 of itself; in float32 by 2^-25. Real 4-bit storage is what `quantize` returns.
+2^-8 of itself; in float32 by 2^-24. Real 4-bit storage is what `quantize` returns.
 
     import ufp4
     model = ufp4.convert(model, recipe="ufp4")      # any model with nn.Linear layers, then train as before
