@@ -1,6 +1,7 @@
 """Each claim, one command, one table, one file of numbers, one figure.
 
     python bench.py bias            geometry of the grids: bins, per-bin bias, slopes, how shrinkage compounds (1 min)
+    python bench.py sqnr            error of both grids on a trained model's tensors, with and without RHT (3 min)
     python bench.py cpu             what emulation costs on this CPU: fake_quantize, and a training step, against BF16
     python bench.py loss            BF16-relative loss error of recipes, paired seeds (hours; --quick for a first look)
     python bench.py ablate          the same for the paper's ablations
@@ -84,6 +85,8 @@ def median_time(f, repeats):
 # bias: the geometry of shrinkage (the paper's sections 1 and 2)
 
 GRIDS = ("e2m1", "e1m2")
+SCALE_RULES = {"fp32": "FP32", "e4m3-nearest": "E4M3, nearest", "e4m3-up": "E4M3, up",
+               "e8m0-floor": "E8M0, OCP's floor", "e8m0-up": "E8M0, up"}
 
 
 def bins(levels):
@@ -131,7 +134,12 @@ def samples(kind, shape, generator):
         return torch.distributions.Laplace(0.0, 1.0).icdf(torch.rand(shape, generator=generator).clamp(1e-7, 1 - 1e-7))
     if kind == "student-t":                             # 3 degrees of freedom: normal / root mean square of 3 normals
         return normal / torch.randn((3, *shape), generator=generator).square().mean(0).sqrt()
-    return torch.nn.functional.silu(normal * 2) * torch.randn(shape, generator=generator) * 2       # swiglu
+    return torch.nn.functional.silu(normal) * torch.randn(shape, generator=generator)           # swiglu
+
+
+def sqnr(q, x):
+    """Signal to quantization noise in dB, -10 log10(|q - x|^2 / |x|^2): the paper's section 2."""
+    return -10 * math.log10(((q - x).double().square().sum() / x.double().square().sum()).item())
 
 
 def slope(q, x):
@@ -162,15 +170,17 @@ def bench_bias(args):
                                           "closed": closed})
                 print(f"{kind:10s} {'RHT' if rotated else '   '} {f}  {a:.5f} ({se:.5f})" +
                       (f"  closed form {closed:.5f}" if closed else ""))
-    print("\nslope alpha by scale kind, Gaussian (standard error)")
-    x = samples("gaussian", shape, g)
-    for scale, block in (("fp32", 16), ("e4m3", 16), ("e8m0", 32)):
+    print("\nby kind of scale, blocks of 16, Gaussian rows of sizes spread over a factor of 2: slope alpha (standard "
+          "error) to nearest, stochastic; SQNR in dB to nearest")
+    x = samples("gaussian", shape, g) * torch.rand((shape[0], 1), generator=g).exp2()
+    for scale in SCALE_RULES:
         for f in GRIDS:
-            for stochastic in (False, True):
-                a, se = slope(ufp4.fake_quantize(x, f, scale, block, stochastic, g), x)
-                results["scales"].append({"scale": scale, "block": block, "fmt": f, "stochastic": stochastic,
-                                          "alpha": a, "se": se})
-                print(f"{scale} {f} {'SR     ' if stochastic else 'nearest'}  {a:.5f} ({se:.5f})")
+            row = {"scale": scale, "fmt": f, "sqnr": sqnr(ufp4.fake_quantize(x, f, scale), x)}
+            for rounding in ("nearest", "stochastic"):
+                row[rounding] = slope(ufp4.fake_quantize(x, f, scale, 16, rounding == "stochastic", g), x)
+            results["scales"].append(row)
+            print("{:12s} {}  {:.5f} ({:.5f})  {:.5f} ({:.5f})  {:.2f}".format(
+                scale, f, *row["nearest"], *row["stochastic"], row["sqnr"]))
     results["chain"] = [chain(f, args.seed) for f in GRIDS]
     for c in results["chain"]:
         print(f"\n{c['fmt']}, RHT: chain of K GEMMs: K, measured attenuation, prod(eta), exp(-sum delta)")
@@ -230,6 +240,84 @@ def draw_bias(axes, results):
 
 
 # ---------------------------------------------------------------------------------------------------------------
+# sqnr: does the RHT change the preferred grid? (the paper's Q1)
+
+ENTERS = {"x": ("fprop", "wgrad"), "w": ("fprop", "dgrad"), "dy": ("dgrad", "wgrad")}   # along rows, along columns
+PAPER_SQNR = {"e2m1": 21.90, "e1m2": 19.94, "e2m1 rht": 20.00, "e1m2 rht": 23.19}       # linear_fc2's input
+
+
+def effective_buckets(x, fmt):
+    """B_eff = exp(entropy of the codes' magnitudes) / 8 (the paper's section 2): 1 if all eight are used alike."""
+    q = ufp4.quantize(x, fmt)
+    nibbles = torch.stack((q.codes & 15, q.codes >> 4)).int()
+    p = torch.bincount(torch.tensor(q.fmt.values).abs()[nibbles].flatten().mul(4).int()).double() / nibbles.numel()
+    return math.exp(-sum(v * math.log(v) for v in p.tolist() if v)) / 8
+
+
+def measure(x, signs):
+    """SQNR in dB and B_eff of x (R, K) along K: both grids, without and with the RHT."""
+    data = {f + name: (d, f) for name, d in (("", x), (" rht", ufp4.rht(x, signs))) for f in GRIDS}
+    return {"sqnr": {name: sqnr(ufp4.fake_quantize(d, f), d) for name, (d, f) in data.items()},
+            "b_eff": {name: effective_buckets(d, f) for name, (d, f) in data.items()}}
+
+
+def capture(model, tokens, targets):
+    """{(layer, operand): its tensor (rows, columns)} for X, W and dY of every quantizable linear layer."""
+    kept = {}
+    layers = [(name, m) for name, m in model.named_modules() if isinstance(m, ufp4.Linear)]
+    for name, m in layers:
+        m.register_forward_pre_hook(lambda m, x, name=name: kept.update({(name, "x"): x[0].detach().flatten(0, -2)}))
+        m.register_full_backward_hook(lambda m, _, dy, name=name: kept.update({(name, "dy"): dy[0].flatten(0, -2)}))
+    model(tokens, targets).backward()
+    return kept | {(name, "w"): m.weight.detach() for name, m in layers}
+
+
+def bench_sqnr(args):
+    import train
+    flags = ["--model", "nano", "--device", "cpu", "--steps", str(args.steps), "--seed", str(args.seed)]
+    out = HERE / "out" / "bench" / f"sqnr-{args.steps}-s{args.seed}"
+    if not list(out.glob(f"ckpt-{args.steps:07d}.pt")):
+        train.train(train.parse_args([*flags, "--recipe", "bf16", "--sample", "0", "--out", str(out)]))
+    s = train.parse_args([*flags, "--recipe", "bf16"])
+    dataset, signs = train.prepare(s.data), ufp4.random_signs(args.seed)
+    model = train.GPT(s, ufp4.RECIPES["bf16"], dataset.vocab_size)
+    model.load_state_dict(torch.load(train.checkpoints(out)[-1], weights_only=True)["model"])
+    tensors = capture(model, *train.get_batch([train.read_tokens(p) for p in dataset.train], s, s.steps))
+    results = {"seed": args.seed, "settings": vars(s), "tensors": [], "paper fc2 x": PAPER_SQNR,
+               "swiglu-like": measure(samples("swiglu", (4096, 512), torch.Generator().manual_seed(args.seed)), signs)}
+    print("SQNR in dB: E2M1 E1M2 | with RHT: E2M1 E1M2 | B_eff of E1M2 without and with RHT")
+    line = "{:24s} {e2m1:6.2f} {e1m2:6.2f} | {e2m1 rht:6.2f} {e1m2 rht:6.2f}".format
+    print(line("paper, fc2 x", **PAPER_SQNR) + " |   0.56   0.97")
+    rows = [("SwiGLU-like samples", results["swiglu-like"])]
+    for (layer, operand), x in tensors.items():
+        for gemm, data in zip(ENTERS[operand], (x, x.T.contiguous())):
+            r = {"layer": layer, "operand": operand, "gemm": gemm, **measure(data, signs)}
+            r["flips"] = (r["sqnr"]["e2m1"] > r["sqnr"]["e1m2"]) != (r["sqnr"]["e2m1 rht"] > r["sqnr"]["e1m2 rht"])
+            results["tensors"].append(r)
+            rows.append((f"{layer} {operand} {gemm}", r))
+    for name, r in rows:
+        print(line(name.removeprefix("blocks."), **r["sqnr"]) +
+              " | {e1m2:6.2f} {e1m2 rht:6.2f}".format(**r["b_eff"]) + ("  flips" if r.get("flips") else ""))
+    save("sqnr", results)
+    figure("sqnr", 3, lambda axes: draw_sqnr(axes, results["tensors"]))
+
+
+
+
+
+def draw_sqnr(axes, tensors):
+    for ax, operand, title in zip(axes, ufp4.OPERANDS, ("X", "W", "dY")):
+        for r in tensors:
+            if r["operand"] == operand:
+                color = "C3" if "fc2" in r["layer"] else "C0"
+                gain, gain_rht = (r["sqnr"]["e1m2" + rht] - r["sqnr"]["e2m1" + rht] for rht in ("", " rht"))
+                ax.plot((0, 1), (gain, gain_rht), ".-", color=color, lw=0.8)
+        ax.axhline(0, color="k", lw=0.6)
+        ax.set(xticks=(0, 1), xticklabels=("without RHT", "with RHT"), title=f"{title} (red: fc2)",
+               ylabel="SQNR of E1M2 less E2M1's, dB")
+
+
+# ---------------------------------------------------------------------------------------------------------------
 # cpu: what emulation costs
 
 
@@ -277,22 +365,17 @@ def bench_cpu(args):
 # loss, ablate: train many small models and compare
 
 
-def final_record(out):
-    """The settings and last line of a finished run's log."""
-    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    return lines[0]["settings"], lines[-1]
-
-
 def train_run(job, args):
     """One run of train.py in a process of its own -> its record."""
-    out = args.runs / f"{job['estimator']}-{job['label']}-s{job['seed']}"
-    command = [sys.executable, str(HERE / "train.py"), "--model", job["model"], "--seed", str(job["seed"]),
-               "--out", str(out), "--recipe", job["recipe"], *job["flags"], *args.train, "--sample", "0",
+    out = args.runs / f"{job['model']}-{job['estimator']}-{job['label']}-s{job['seed']}"
+    command = [sys.executable, str(HERE / "train.py"), "--seed", str(job["seed"]), "--out", str(out), "--recipe",
+               job["recipe"], *job["flags"], *MODELS[job["model"]], *args.train, "--sample", "0",
                "--eval-interval", "1000000", "--save-interval", str(args.branch_step)]
-    if job["estimator"] == "branched":
-        command += ["--branch", str(args.runs / f"scratch-bf16-s{job['seed']}" / f"ckpt-{args.branch_step:07d}.pt")]
     if list(out.glob("ckpt-*.pt")):
         command += ["--resume"]
+    elif job["estimator"] == "branched":
+        start = args.runs / f"{job['model']}-scratch-bf16-s{job['seed']}" / f"ckpt-{args.branch_step:07d}.pt"
+        command += ["--branch", str(start)]
     env = {**os.environ, "OMP_NUM_THREADS": str(max(1, os.cpu_count() // args.jobs))}
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     record = {k: job[k] for k in ("model", "label", "recipe", "seed", "estimator")} | {"flags": args.train}
@@ -300,32 +383,53 @@ def train_run(job, args):
         return {**record, "val_loss": None, "error": done.stderr.strip().splitlines()[-1]}
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
-    settings, last = final_record(out)
-    return {**record, "val_loss": last["val_loss"], "steps": last["step"], "tokens_per_s": last["tokens_per_s"],
-            "settings": settings}
+    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    return {**record, "val_loss": lines[-1]["val_loss"], "steps": lines[-1]["step"],
+            "tokens_per_s": lines[-1]["tokens_per_s"], "settings": lines[0]["settings"],
+            "curve": [[r["step"], round(r["train_loss"], 4)] for r in lines[1:]]}
+
+
+def forward_run(job, args):
+    """A finished run's weights, evaluated with another forward pass -> its record. own weights, bf16 forward: how much
+    of the gap is in the weights; bf16 weights, own forward: how much is noise of the forward pass."""
+    import train
+    own = job["estimator"] == "own forward"
+    start = "scratch-bf16" if own else f"branched-{job['label']}"
+    path = train.checkpoints(args.runs / f"{job['model']}-{start}-s{job['seed']}")[-1]
+    forward = ["--recipe", job["recipe"], *job["flags"]] if own else ["--recipe", "bf16"]
+    s = train.parse_args([*MODELS[job["model"]], *args.train, *forward, "--seed", str(job["seed"])])
+    dataset, recipe = train.prepare(s.data), train.make_recipe(s)
+    model = train.GPT(s, recipe, dataset.vocab_size)
+    model.load_state_dict(torch.load(path, weights_only=True)["model"])
+    loss = train.evaluate(model, train.read_tokens(dataset.val[0]), s)
+    record = {k: job[k] for k in ("model", "label", "recipe", "seed", "estimator")}
+    return {**record, "flags": args.train, "val_loss": loss}
 
 
 def train_all(args, rows, name):
-    """Train rows x seeds x estimators, skipping what data/results/NAME.json has; returns the records."""
+    """Models x seeds x estimators x rows, skipping what data/results/NAME.json has; returns the records. The first row
+    is bf16, from whose runs the others branch."""
     path = RESULTS / f"{name}.json"
     records = json.loads(path.read_text())["runs"] if path.exists() else []
-    if any(r["flags"] != args.train for r in records if r["model"] == args.model):
-        sys.exit(f"bench.py: {path} has {args.model} runs with other flags for train.py; move it away to start anew")
+    if any(r["flags"] != args.train for r in records if r["model"] in args.models):
+        sys.exit(f"bench.py: {path} has runs with other flags for train.py; move it away to start anew")
     key = lambda r: (r["model"], r["label"], r["seed"], r["estimator"])
-    have = {key(r) for r in records}
-    grid = [(seed, estimator, row) for seed in range(args.seeds) for estimator in args.estimators for row in rows[1:]]
-    first = [(seed, "scratch", rows[0]) for seed in range(args.seeds)]          # bf16, from which the others branch
-    for part in (first, grid):
-        jobs = [{"model": args.model, "label": label, "recipe": recipe, "flags": flags, "seed": seed,
-                 "estimator": estimator} for seed, estimator, (label, recipe, flags) in part]
+    grid = [(model, seed, estimator, row) for seed in range(args.seeds) for model in args.models
+            for estimator in args.estimators for row in rows[1:]]
+    first = [(model, seed, "scratch", rows[0]) for seed in range(args.seeds) for model in args.models]
+    trained, evaluated = ([g for g in grid if ("forward" in g[2]) == forward] for forward in (False, True))
+    for part, run, workers in ((first, train_run, args.jobs), (trained, train_run, args.jobs),
+                               (evaluated, forward_run, 1)):
+        have = {key(r) for r in records}
+        jobs = [{"model": model, "label": label, "recipe": recipe, "flags": flags, "seed": seed, "estimator": estimator}
+                for model, seed, estimator, (label, recipe, flags) in part]
         jobs = [j for j in jobs if key(j) not in have]
-        with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        with concurrent.futures.ThreadPoolExecutor(workers) as pool:
             try:
-                for done in concurrent.futures.as_completed([pool.submit(train_run, job, args) for job in jobs]):
+                for done in concurrent.futures.as_completed([pool.submit(run, j, args) for j in jobs]):
                     records.append(done.result())
-                    save(name, {"runs": sorted(records, key=lambda r: (r["model"], r["estimator"], r["label"],
-                                                                       r["seed"]))})
-                    print("{label:16s} {estimator:8s} seed {seed}: {val_loss}".format(**records[-1]), flush=True)
+                    save(name, {"runs": sorted(records, key=key)})
+                    print("{model} {label:16s} {estimator} seed {seed}: {val_loss}".format(**records[-1]), flush=True)
             except BaseException as e:                                          # Ctrl-C, or a run that failed
                 pool.shutdown(cancel_futures=True)
                 sys.exit(f"bench.py: stopped; the same command goes on from here. {e}")
@@ -337,7 +441,7 @@ def relative_errors(records, model, estimator, label):
     def losses(*which):
         return {r["seed"]: r["val_loss"] for r in records if (r["model"], r["label"], r["estimator"]) == which}
     bf16 = losses(model, "bf16", "scratch")
-    return {seed: math.inf if loss is None else abs(loss - bf16[seed]) / bf16[seed]
+    return {seed: math.inf if loss is None else (loss - bf16[seed]) / bf16[seed]
             for seed, loss in losses(model, label, estimator).items() if seed in bf16}
 
 
@@ -346,32 +450,49 @@ def show(ci, scale=100):
     return f"{scale * mean:.2f}" + ("" if half is None else f" ± {scale * half:.2f}")
 
 
-def compare(records, model, estimators, labels, against):
-    """Print mean loss error in % with its 95% interval, and the paired difference to the row `against`."""
-    for estimator in estimators:
-        base = relative_errors(records, model, estimator, against)
-        print(f"\n{model}, {estimator}: BF16-relative loss error in %, and its paired difference to {against}")
-        for label in labels:
-            errors = relative_errors(records, model, estimator, label)
-            both = sorted(errors.keys() & base.keys())
-            if errors:
-                print(f"{label:16s} {show(interval(list(errors.values()))):14s} {len(errors)} seeds   " +
-                      (show(interval([errors[s] - base[s] for s in both])) if label != against and both else ""))
+def compare(records, model, estimator, label, against):
+    """(loss error in %, its 95% interval and number of seeds; paired difference to `against`), as text or blank."""
+    errors, base = (relative_errors(records, model, estimator, which) for which in (label, against))
+    both = sorted(errors.keys() & base.keys())
+    return (f"{show(interval(list(errors.values())))} ({len(errors)})" if errors else "",
+            show(interval([errors[s] - base[s] for s in both])) if both and label != against else "")
 
 
-LOSS_ROWS = [(r, r, []) for r in ("bf16", "ufp4", "ufp4-int4", "e2m1", "e2m1-full-rht", "nvfp4", "mxfp4")]
-ABLATE_ROWS = [("bf16", "bf16", [])] + [(f"rht {scope}", "ufp4", ["--rht", scope])
-                                        for scope in ("none", "wgrad", "dgrad,wgrad", "fprop,wgrad", "all")] + \
-              [(f"sr {which}", "ufp4", ["--sr", which]) for which in ("none", "x,dy", "all")] + \
-              [(r, r, []) for r in ("e2m1-max2", "e2m1-max3", "e2m1-max4", "ufp4-e4m3", "ufp4-mx")]
+# What a model of train.py's is here: flags. The sizes of `scaling` have nano's steps, batches and learning rate.
+MODELS = {name: ["--model", name] for name in ("nano", "nano-moe", "small", "small-moe")}
+SIZES = {kind: {} for kind in ("dense", "moe")}
+for layers, dim, heads, hidden, expert in ((2, 32, 2, 96, 32), (3, 64, 2, 176, 48), (3, 96, 3, 256, 64),
+                                           (4, 128, 4, 352, 96), (5, 160, 5, 448, 128)):
+    for kind, preset, width in (("dense", "nano", hidden), ("moe", "nano-moe", expert)):
+        SIZES[kind][f"{kind}-{dim}"] = ["--model", preset, "--layers", str(layers), "--dim", str(dim),
+                                        "--heads", str(heads), "--hidden", str(width)]
+MODELS.update(SIZES["dense"], **SIZES["moe"])
 
-
-def final_steps(args):
-    import train
-    return train.parse_args(["--model", args.model, *args.train]).steps
+ESTIMATORS = ["scratch", "branched", "bf16 forward", "own forward"]
+BF16 = ("bf16", "bf16", [])
+LOSS_ROWS = [(r, r, []) for r in ("bf16", "ufp4", "ufp4-int4", "e2m1", "e2m1-full-rht", "nvfp4", "mxfp4",
+                                  "four-over-six", "mixfp4")]
+# Each ablation changes one thing of a recipe: {what is varied: [(label, recipe, flags)]}. The first row is the base.
+UFP4 = ("ufp4", "ufp4", [])
+ABLATIONS = {
+    "RHT on": [(f"rht {g}", "ufp4", ["--rht", g]) for g in ("none", "wgrad", "dgrad,wgrad", "fprop,wgrad")],
+    "SR on": [(f"sr {o}", "ufp4", ["--sr", o]) for o in ("none", "x,dy", "all")],
+    "slope": [("e2m1-full-rht", "e2m1-full-rht", []), ("e2m1-debiased", "e2m1-debiased", []),
+              ("ufp4-shrunk", "ufp4-shrunk", [])],
+    "one GEMM in E2M1": [(f"{g} in e2m1", "ufp4", ["--swap", f"{g}:e2m1"]) for g in ufp4.GEMMS],
+    "one operand in E2M1": [(f"{o} in e2m1", "ufp4", ["--swap", f"{o}:e2m1"]) for o in ufp4.OPERANDS],
+    "range of E2M1": [(r, r, []) for r in ("e2m1-max2", "e2m1-max3", "e2m1-max4")],
+    "scales": [(f"{r} {scale}", r, ["--scale", scale]) for scale in ("e4m3-nearest", "e4m3-up", "e8m0")
+               for r in ("ufp4", "e2m1")],
+    "block": [(f"block {n}", "ufp4", ["--block", n]) for n in ("32", "64")],
+    "Hadamard size": [(f"rht block {n}", "ufp4", ["--rht-block", n]) for n in ("32", "64")],
+}
+ABLATE_ROWS = [BF16, UFP4, ("e2m1", "e2m1", [])] + [row for rows in ABLATIONS.values() for row in rows]
+SCALING_ROWS = [BF16, UFP4, ("e2m1", "e2m1", [])]
 
 
 def bench_training(args, name, rows, against):
+    import train
     if args.rows:
         unknown = set(args.rows) - {label for label, _, _ in rows}
         if unknown:
@@ -380,9 +501,14 @@ def bench_training(args, name, rows, against):
     if args.quick:
         args.seeds, args.estimators, args.train = 2, ["branched"], args.train + ["--steps", "300"]
         name += "-quick"
-    args.branch_step = 2 * final_steps(args) // 3
+    args.branch_step = 2 * train.parse_args([*MODELS[args.models[0]], *args.train]).steps // 3
     records = train_all(args, rows, name)
-    compare(records, args.model, args.estimators, [label for label, _, _ in rows[1:]], against)
+    for model in args.models:
+        for estimator in args.estimators:
+            print(f"\n{model}, {estimator}: BF16-relative loss error in % (seeds), paired difference to {against}")
+            for label, _, _ in rows[1:]:
+                print("{:16s} {:22s} {}".format(label, *compare(records, model, estimator, label, against)))
+    return records
 
 
 def bench_loss(args):
@@ -390,7 +516,11 @@ def bench_loss(args):
 
 
 def bench_ablate(args):
-    bench_training(args, "ablate", ABLATE_ROWS, "rht all")
+    bench_training(args, "ablate", ABLATE_ROWS, "ufp4")
+
+
+def bench_scaling(args):
+    bench_training(args, "scaling", SCALING_ROWS, "e2m1")
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -500,12 +630,12 @@ def slope_table():
 
 
 def scale_table():
-    results = load_results("bias")
-    rows = [[f"{scale.upper()}, {'stochastic' if sr else 'nearest'}"] +
-            [f"{r['alpha']:.4f} ± {2 * r['se']:.4f}" for f in GRIDS for r in results["scales"]
-             if (r["scale"], r["stochastic"], r["fmt"]) == (scale, sr, f)]
-            for scale in ufp4.SCALES for sr in (False, True)]
-    return markdown(["slope alpha on Gaussian data", "E2M1 (scale by its standard)", "E1M2 (scale rounded up)"], rows)
+    rows = {(r["scale"], r["fmt"]): r for r in load_results("bias")["scales"]}
+    slope = lambda r, rounding: "{:.4f} ± {:.4f}".format(r[rounding][0], 2 * r[rounding][1])
+    return markdown(["block scales"] + [f"{f.upper()} {what}" for f in GRIDS for what in ("nearest", "SR", "SQNR, dB")],
+                    [[name] + [cell for r in (rows[scale, f] for f in GRIDS)
+                               for cell in (slope(r, "nearest"), slope(r, "stochastic"), f"{r['sqnr']:.2f}")]
+                     for scale, name in SCALE_RULES.items()])
 
 
 def cpu_table():
@@ -518,18 +648,11 @@ def cpu_table():
 
 
 def loss_table():
-    records, rows = load_results("loss")["runs"], []
-    for label in [row[0] for row in LOSS_ROWS[1:]]:
-        cells = []
-        for estimator in ("scratch", "branched"):
-            errors = relative_errors(records, "nano", estimator, label)
-            base = relative_errors(records, "nano", estimator, "e2m1")
-            both = sorted(errors.keys() & base.keys())
-            cells += [f"{show(interval(list(errors.values())))} ({len(errors)})" if errors else "not run",
-                      show(interval([errors[s] - base[s] for s in both])) if both and label != "e2m1" else ""]
-        if cells[0] != "not run" or cells[2] != "not run":
-            rows.append([f"`{label}`"] + cells)
-    return markdown(["loss error, % (seeds)", "from scratch", "less `e2m1`", "branched", "less `e2m1`"], rows)
+    records = load_results("loss")["runs"]
+    rows = [[f"`{label}`", *compare(records, "nano", "scratch", label, "e2m1"),
+             *compare(records, "nano", "branched", label, "e2m1")] for label, _, _ in LOSS_ROWS[1:]]
+    return markdown(["loss error, % (seeds)", "from scratch", "less `e2m1`", "branched", "less `e2m1`"],
+                    [row for row in rows if any(row[1:])])
 
 
 def dispatch_table():
@@ -568,19 +691,24 @@ if __name__ == "__main__":
     commands = parser.add_subparsers(dest="command", required=True)
     p = commands.add_parser("bias", help="geometry of the grids, slopes, compounding")
     p.add_argument("--seed", type=int, default=0)
+    p = commands.add_parser("sqnr", help="which grid suits which tensor, with and without RHT")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--steps", type=int, default=300, help="to train the model whose tensors are measured")
     commands.add_parser("cpu", help="speed of the emulation on this CPU")
     commands.add_parser("dispatch", help="the instruction each recipe runs on, per architecture")
     p = commands.add_parser("lower", help="one row of dispatch, in a process of its own")
     p.add_argument("what")
     commands.add_parser("readme", help="write README.md's tables anew")
-    for name in ("loss", "ablate"):
+    for name, models in (("loss", ["nano"]), ("ablate", ["nano"]), ("scaling", [*SIZES["dense"], *SIZES["moe"]])):
         p = commands.add_parser(name, help="train and compare; arguments after -- go to train.py")
-        p.add_argument("--model", default="nano", help="preset of train.py")
+        p.add_argument("--models", nargs="+", default=models, choices=MODELS, help="sizes of train.py's GPT")
         p.add_argument("--seeds", type=int, default=5, choices=range(1, 100), metavar="N")
         p.add_argument("--rows", nargs="+", help="some of the table's rows (default: all)")
-        p.add_argument("--estimators", nargs="+", choices=("scratch", "branched"), default=["scratch", "branched"],
-                       help="scratch: whole runs from the same weights and batches; "
-                            "branched: the last third, from one BF16 run")
+        p.add_argument("--estimators", nargs="+", default=["branched"] if name != "loss" else ESTIMATORS,
+                       choices=ESTIMATORS,
+                       help="scratch: whole runs from the same weights and batches; branched: the last third, from one "
+                            "BF16 run; bf16 forward: a branched run's weights, evaluated without quantization; own "
+                            "forward: the BF16 run's weights, evaluated with the recipe's forward pass")
         p.add_argument("--jobs", type=int, default=1 if torch.cuda.is_available() else os.cpu_count(),
                        help="runs at a time")
         p.add_argument("--quick", action="store_true", help="300 steps, 2 seeds, branched only")

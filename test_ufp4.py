@@ -154,27 +154,28 @@ def e4m3_values():
     return [(m / 8 if e == 0 else 1 + m / 8) * 2.0 ** (max(e, 1) - 7) for e in range(16) for m in range(8)][:127]
 
 
-def test_e4m3_scales_by_enumeration():
-    """NVFP4's rule, nearest, for E2M1; rounded up for a uniform grid; both against the table of E4M3 numbers."""
+@pytest.mark.parametrize("name,scale,up", [("e2m1", "e4m3", False), ("e1m2", "e4m3", True), ("e2m1", "e4m3-up", True),
+                                           ("e1m2", "e4m3-nearest", False)])
+def test_e4m3_scales_by_enumeration(name, scale, up):
+    """NVFP4's rule, nearest, for E2M1; up for a uniform grid; or as asked: against the table of E4M3 numbers."""
     table = np.array(e4m3_values())
     assert table[-1] == 448
     amax = torch.cat((10 ** torch.linspace(-9, 0, 4000), torch.tensor(table[1:] / 448).float(), torch.tensor([0.0])))
-    for name in ("e2m1", "e1m2"):
-        x = torch.zeros(len(amax), 16)
-        x[:, 3] = -amax
-        q = quantize(x, name, "e4m3")
-        g = MAGNITUDES[name][-1]
-        assert q.tensor_scale == torch.tensor(1.0) / (448 * g)
-        r = (amax / g / q.tensor_scale).double().numpy()
-        if name == "e1m2":
-            expected = table[np.minimum(np.searchsorted(table, r), 126)]        # the smallest one >= r
-        else:
-            d = np.abs(table[:, None] - r)
-            near = d.argmin(0)                                                  # the lower of two at a tie ...
-            tie = (near < 126) & (d[near, np.arange(len(r))] == d[np.minimum(near + 1, 126), np.arange(len(r))])
-            expected = table[near + (tie & (near % 2 == 1))]                    # ... unless its code is odd
-        assert np.array_equal(q.scale.double().numpy().ravel(), expected)
-        assert torch.equal(fake_quantize(x, name, "e4m3"), q.dequantize())
+    x = torch.zeros(len(amax), 16)
+    x[:, 3] = -amax
+    q = quantize(x, name, scale)
+    g = MAGNITUDES[name][-1]
+    assert q.tensor_scale == torch.tensor(1.0) / (448 * g)
+    r = (amax / g / q.tensor_scale).double().numpy()
+    if up:
+        expected = table[np.minimum(np.searchsorted(table, r), 126)]            # the smallest one >= r
+    else:
+        d = np.abs(table[:, None] - r)
+        near = d.argmin(0)                                                      # the lower of two at a tie ...
+        tie = (near < 126) & (d[near, np.arange(len(r))] == d[np.minimum(near + 1, 126), np.arange(len(r))])
+        expected = table[near + (tie & (near % 2 == 1))]                        # ... unless its code is odd
+    assert np.array_equal(q.scale.double().numpy().ravel(), expected)
+    assert torch.equal(fake_quantize(x, name, scale), q.dequantize())
 
 
 def test_e8m0_scales_by_frexp():
@@ -185,10 +186,11 @@ def test_e8m0_scales_by_frexp():
     amax = torch.cat((amax, torch.nextafter(amax, torch.tensor(INF)), torch.nextafter(amax, torch.tensor(0.0))))
     x = torch.zeros(len(amax), 32)
     x[:, 17] = amax
-    s = quantize(x, "e2m1", "e8m0", 32).scale.double().flatten().tolist()
-    assert s == [2.0 ** max(math.frexp(a)[1] - 1 - 2, -127) if a else 2.0**-127 for a in amax.tolist()]
-    for name in ("e1m2", "int4"):
-        q = quantize(x, name, "e8m0", 32)
+    for name, scale, top in (("e2m1", "e8m0", 2), ("e1m2", "e8m0-floor", 0), ("int4", "e8m0-floor", 2)):
+        s = quantize(x, name, scale, 32).scale.double().flatten().tolist()
+        assert s == [2.0 ** max(math.frexp(a)[1] - 1 - top, -127) if a else 2.0**-127 for a in amax.tolist()]
+    for name, scale in (("e1m2", "e8m0"), ("int4", "e8m0"), ("e2m1", "e8m0-up")):
+        q = quantize(x, name, scale, 32)
         for a, s in zip(amax.tolist(), q.scale.double().flatten().tolist()):
             top = MAGNITUDES[name][-1]
             assert a <= top * s * (1 + 2**-23) and (s == 2.0**-127 or a > top * s / 2)     # amax / g_max is a float32
@@ -208,6 +210,24 @@ def test_fp32_scale_is_amax_over_gmax_and_amax_survives():
         assert ((q.dequantize().view_as(blocks) - blocks).abs() <= q.scale[..., None] * step / 2 * (1 + 2**-20)).all()
 
 
+@pytest.mark.parametrize("first,second", [("e2m1", "e2m1-max4"), ("e2m1", "e1m2")])
+def test_a_block_takes_the_format_that_errs_less(first, second):
+    x = torch.cat((adversarial()[9:], torch.randn(500, 64, generator=gen())))
+    errors = [(fake_quantize(x, f) - x).view(-1, 16).square().sum(-1) for f in (first, second)]
+    both = f"{first}+{second}"
+    q = quantize(x, both)
+    assert torch.equal(q.scale.flatten() < 0, errors[1] < errors[0])            # the choice is the scale's sign
+    got = (q.dequantize() - x).view(-1, 16).square().sum(-1)
+    assert torch.equal(got, torch.minimum(*errors)) and 0.1 < (q.scale < 0).float().mean() < 0.9
+    sr = quantize(x, both, stochastic=True, generator=gen())
+    assert torch.equal(sr.scale, q.scale)                                       # chosen without noise, so no bias:
+    x = torch.randn(20_000, 64, generator=gen())
+    alpha, se = bench.slope(fake_quantize(x, both, stochastic=True, generator=gen()), x)
+    assert abs(alpha - 1) < 4 * se < 2e-3
+    with pytest.raises(ValueError, match="needs fp32 scales.*got e4m3"):
+        quantize(x, both, "e4m3")
+
+
 def test_two_d_blocks_share_a_scale_and_quantize_transposes_alike():
     w = torch.randn(48, 64, generator=gen())
     for name in FORMATS:
@@ -222,9 +242,9 @@ def test_two_d_blocks_share_a_scale_and_quantize_transposes_alike():
 # quantize and fake_quantize: the same values, and the corners
 
 
-@pytest.mark.parametrize("name", [*FORMATS, "e2m1-max3"])
+@pytest.mark.parametrize("name", [*FORMATS, "e2m1-max3", "e2m1+e1m2"])
 def test_fake_quantize_equals_dequantize_bit_for_bit(name):
-    for scale, block in SCALE_BLOCKS:
+    for scale, block in SCALE_BLOCKS[:1] if "+" in name else SCALE_BLOCKS:
         for stochastic in (False, True):
             for two_d in (False, True):
                 x = adversarial()
@@ -434,8 +454,10 @@ def oracle_operand(x, recipe, gemm, operand):
     """Float64 of one operand (R, K), blocked along K, by the public functions alone."""
     if gemm in recipe.rht:
         x = rht(x, random_signs(recipe.sign_seed, recipe.rht_block), recipe.rht_block)
-    return quantize(x, recipe.fmt, recipe.scale, recipe.block, operand in recipe.sr, None,
-                    recipe.two_d and operand == "w").dequantize().double()
+    q = quantize(x, recipe.fmt, recipe.scale, recipe.block, operand in recipe.sr, None,
+                 recipe.two_d and operand == "w").dequantize().double()
+    rescaled = recipe.alpha is not None and operand not in recipe.sr
+    return q * (recipe.alpha * x.double().square().sum() / (q * x.double()).sum()) if rescaled else q
 
 
 def oracle_linear(x, w, dy, recipe):
@@ -495,9 +517,25 @@ def test_each_field_of_a_recipe_reaches_its_gemm_and_no_other():
     for fields, changed in (({"rht": ("fprop",)}, "y"), ({"rht": ("dgrad",)}, "x"), ({"rht": ("wgrad",)}, "w"),
                             ({"sr": ("dy",)}, "xw"), ({"sr": ("x",)}, "yw"), ({"sr": ("w",)}, "yx"),
                             ({"two_d": True}, "yx"), ({"fmt": "e2m1"}, "yxw"), ({"scale": "e8m0"}, "yxw"),
-                            ({"fmt": "int4"}, "")):
+                            ({"fmt": "int4"}, ""), ({"swap": ("dgrad:e2m1",)}, "x"), ({"swap": ("w:e2m1",)}, "yx"),
+                            ({"swap": ("x:e2m1", "wgrad:e1m2")}, "yw"), ({"alpha": 0.9}, "yxw")):
         got = "".join(n for n, a, b in zip("yxw", plain, results(**fields)) if not torch.equal(a, b))
         assert got == changed, fields
+
+
+def test_alpha_sets_the_slope_of_what_is_rounded_to_nearest():
+    x = torch.randn(64, 64, generator=gen())
+    for alpha in (1.0, 0.9):
+        recipe = dataclasses.replace(RECIPES["e2m1"], alpha=alpha)
+        q = ufp4.quantize_operand(x, "x", "fprop", -1, recipe)
+        assert bench.slope(q, x)[0] == pytest.approx(alpha, abs=1e-6)
+        plain = fake_quantize(x, "e2m1")
+        assert torch.allclose(q / plain.where(plain != 0, 1), (q[0, 0] / plain[0, 0]) * (plain != 0), atol=1e-6)
+        assert not ufp4.quantize_operand(x * 0, "x", "fprop", -1, recipe).any()
+        torch.manual_seed(0)
+        dy = ufp4.quantize_operand(x, "dy", "fprop", -1, recipe)
+        torch.manual_seed(0)
+        assert torch.equal(dy, ufp4.quantize_operand(x, "dy", "fprop", -1, RECIPES["e2m1"]))
 
 
 def test_the_recipes_are_the_papers():
@@ -507,9 +545,13 @@ def test_the_recipes_are_the_papers():
                 "ufp4-e4m3": ("e1m2", "e4m3", 16, every, False), "ufp4-mx": ("e1m2", "e8m0", 32, every, False),
                 "e2m1": ("e2m1", "fp32", 16, ("wgrad",), False), "e2m1-full-rht": ("e2m1", "fp32", 16, every, False),
                 "nvfp4": ("e2m1", "e4m3", 16, ("wgrad",), True), "mxfp4": ("e2m1", "e8m0", 32, ("wgrad",), False),
+                "four-over-six": ("e2m1+e2m1-max4", "fp32", 16, ("wgrad",), False),
+                "mixfp4": ("e2m1+e1m2", "fp32", 16, ("wgrad",), False),
+                "e2m1-debiased": ("e2m1", "fp32", 16, every, False), "ufp4-shrunk": ("e1m2", "fp32", 16, every, False),
                 **{f"e2m1-max{n}": (f"e2m1-max{n}", "fp32", 16, every, False) for n in (2, 3, 4)}}
     assert {n: (r.fmt, r.scale, r.block, r.rht, r.two_d) for n, r in RECIPES.items() if n != "bf16"} == expected
-    assert all(RECIPES[n].sr == ("dy",) and RECIPES[n].rht_block == 16 for n in expected)
+    assert all(r.sr == ("dy",) and r.rht_block == 16 and not r.swap for r in RECIPES.values() if r.fmt)
+    assert {n: r.alpha for n, r in RECIPES.items() if r.alpha} == {"e2m1-debiased": 1.0, "ufp4-shrunk": 0.996}
 
 
 def test_gradients_are_unbiased_under_stochastic_rounding():
@@ -539,7 +581,7 @@ def test_bf16_recipe_is_nn_linear():
     assert torch.autograd.gradcheck(b.double(), x)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [n for n, r in RECIPES.items() if r.alpha is None])     # alpha is of a whole tensor
 def test_grouped_equals_a_loop_over_experts(name, monkeypatch):
     monkeypatch.setattr(ufp4, "random_bytes", lambda shape, *_: torch.full((2, *shape), 77, dtype=torch.uint8))
     recipe = RECIPES[name]

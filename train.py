@@ -180,8 +180,9 @@ PRESETS = {
     "small-moe":  dict(layers=8, dim=512, heads=8, hidden=352, experts=32, top_k=3, seq_len=1024, batch_size=32,
                        steps=2000, lr=1e-3, warmup=200),
 }
-RESUMABLE = ("out", "device", "steps", "warmup", "eval_interval", "save_interval", "log_interval", "sample", "compile")
-RECIPE_FLAGS = ("recipe", "fmt", "scale", "block", "rht", "sr", "two_d", "rht_block", "keep_bf16")
+RESUMABLE = ("out", "device", "steps", "warmup", "eval_interval", "save_interval", "log_interval", "sample", "compile",
+             "branch")
+RECIPE_FLAGS = ("recipe", "fmt", "scale", "block", "rht", "sr", "two_d", "rht_block", "swap", "alpha", "keep_bf16")
 
 
 class Diverged(ValueError):
@@ -262,6 +263,9 @@ def parse_args(argv=None):
     g.add_argument("--rht", type=some_of(ufp4.GEMMS), help="GEMMs with RHT: none, all, or e.g. fprop,wgrad")
     g.add_argument("--rht-block", type=positive, help="size of the Hadamard matrix")
     g.add_argument("--sr", type=some_of(ufp4.OPERANDS), help="operands with SR: none, all, or e.g. x,dy")
+    g.add_argument("--swap", type=lambda t: tuple(t.split(",")), help="other formats for some GEMMs or operands, e.g. "
+                   "fprop:e2m1 or x:e2m1,w:e2m1")
+    g.add_argument("--alpha", type=real, help="slope to give each operand rounded to nearest; 1 undoes shrinkage")
     g.add_argument("--two-d", action=argparse.BooleanOptionalAction, help="block x block scales for weights")
     add("--keep-bf16", type=natural, default=0, help="leave this many of the last blocks unquantized")
     s = p.parse_args(argv)
@@ -399,7 +403,7 @@ def load_start(s, out, settings):
             raise ValueError(f"--resume: no checkpoint in {out}; start without --resume, or name another --out")
         return load(paths[-1], settings, RESUMABLE)
     if s.branch:
-        return load(Path(s.branch), settings, RESUMABLE + RECIPE_FLAGS + ("branch",))
+        return load(Path(s.branch), settings, RESUMABLE + RECIPE_FLAGS)
     return None
 
 
@@ -435,7 +439,7 @@ def set_aside(out):
 
 def bf16_loss(out, settings):
     """Final validation loss of a finished bf16 run beside OUT with the same settings otherwise, or None."""
-    same = settings.keys() - {*RECIPE_FLAGS, *RESUMABLE, "branch"} | {"steps", "warmup"}
+    same = settings.keys() - {*RECIPE_FLAGS, *RESUMABLE} | {"steps", "warmup"}
     for path in sorted(out.parent.glob("*/log.jsonl")):
         try:
             records = [json.loads(line) for line in path.read_text().splitlines()]

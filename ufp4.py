@@ -79,6 +79,7 @@ class Format:
     max: float                  # g_max: the level that a block's amax is scaled to
     uniform: bool               # equal spacing throughout, so no shrinkage
     twos_complement: bool = False
+    other: "Format | None" = None       # a second format, and each block takes the one that errs less (get_format)
 
     @property
     def levels(self):
@@ -99,7 +100,7 @@ FORMATS = {f.name: f for f in (
     Format("e1m2", mbits=2, min_normal=1.0, max=1.75, uniform=True),
     Format("int4", mbits=3, min_normal=8.0, max=7.0, uniform=True, twos_complement=True),
 )}
-SCALES = ("fp32", "e4m3", "e8m0")
+SCALES = ("fp32", "e4m3", "e8m0", "e4m3-nearest", "e4m3-up", "e8m0-floor", "e8m0-up")
 GEMMS = ("fprop", "dgrad", "wgrad")
 OPERANDS = ("x", "w", "dy")
 
@@ -107,9 +108,12 @@ OPERANDS = ("x", "w", "dy")
 def get_format(name):
     """The Format of that name. A suffix restricts the range: "e2m1-max3" scales amax to 3, so that the codes of 4 and
     6 are never used and the grid kept is nearly uniform (the paper's Q4; meant for FP32 scales, the others may round
-    down and clip). ValueError if unknown."""
+    down and clip). Two names joined by + let each block choose: "e2m1+e1m2". ValueError if unknown."""
     if not isinstance(name, str):
         raise ValueError(f"a format is given by its name, one of {', '.join(FORMATS)}; got {name!r}")
+    first, plus, second = name.partition("+")
+    if plus:
+        return dataclasses.replace(get_format(first), name=name, other=get_format(second))
     base, _, top = name.partition("-max")
     if base in FORMATS:
         levels = {f"{v:g}": v for v in FORMATS[base].levels[1:]}
@@ -117,8 +121,8 @@ def get_format(name):
             return dataclasses.replace(FORMATS[base], name=name, max=levels[top])
         if name == base:
             return FORMATS[base]
-    raise ValueError(f"unknown format {name!r}: choose from {', '.join(FORMATS)}, or restrict one to one of its "
-                     "levels as in e2m1-max3")
+    raise ValueError(f"unknown format {name!r}: choose from {', '.join(FORMATS)}, restrict one to one of its levels as "
+                     "in e2m1-max3, or join two as in e2m1+e1m2")
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -156,18 +160,21 @@ def block_scales(amax, fmt, scale):
     to be free of bias, the same scales round UP: nothing clips, and SR stays unbiased, at 1.000 with all three kinds.
     The price: a coarser grid, and under rounding to *nearest*, as X and W have it, a slope of 1.006 (E4M3). A block's
     largest value then lies below the top level, often rounds up to it, and nothing above is there to round down.
+    To compare the rules on either grid, a suffix names one: e4m3-nearest, e4m3-up, e8m0-floor, e8m0-up.
     """
+    scale, _, rule = scale.partition("-")
+    up = rule == "up" if rule else fmt.uniform
     if scale == "fp32":
         s, t = (amax / fmt.max).clamp(min=TINY), 1.0
     elif scale == "e4m3":
         t = ((amax.amax() if amax.numel() else amax.new_zeros(())) / (E4M3_MAX * fmt.max)).clamp(min=TINY)
         r = amax / fmt.max / t
         step = pow2_floor(r.clamp(min=2.0**-6)) * 2.0**-3               # E4M3's spacing at r
-        s = (torch.ceil(r / step) if fmt.uniform else torch.round(r / step)) * step
+        s = (torch.ceil(r / step) if up else torch.round(r / step)) * step
         s = s.clamp(max=E4M3_MAX)
     else:
         r = amax / fmt.max
-        s = pow2_ceil(r) if fmt.uniform else pow2_floor(amax) / 2.0 ** math.floor(math.log2(fmt.max))
+        s = pow2_ceil(r) if up else pow2_floor(amax) / 2.0 ** math.floor(math.log2(fmt.max))
         s, t = torch.where(r <= 2.0**-127, 2.0**-127, s.clamp(2.0**-127, 2.0**127)), 1.0        # E8M0's range
     return torch.where(amax < math.inf, s, math.nan), t                 # a block with NaN or Inf stays non-finite
 
@@ -207,10 +214,11 @@ def centred_noise(bits):
 
 
 def snap(x, bits, dim, fmt, scale, block, two_d):
-    """x (R, C) float32 -> its values on the grid q, block scales s, tensor scale t, with x ~ q * s * t.
+    """x (R, C) float32 -> its values on the grid q, block scales s, tensor scale t, with x ~ q * |s| * t.
 
     `dim` is the blocked dimension: -1 gives q (R, C/block, block) and s (R, C/block, 1); -2 gives
     q (R/block, block, C) and s (R/block, 1, C), which is the transposed operand without transposing it.
+    Where a block chose the second of two formats, s has a minus: a scale's sign is a bit that nothing else uses.
     """
     xb = x.unflatten(dim, (-1, block))
     amax = xb.abs().amax(dim, keepdim=True)
@@ -218,12 +226,22 @@ def snap(x, bits, dim, fmt, scale, block, two_d):
         other = -3 if dim == -1 else -1
         tiles = amax.unflatten(other, (-1, block))
         amax = tiles.amax(other, keepdim=True).expand_as(tiles).reshape(amax.shape)
-    s, t = block_scales(amax, fmt, scale)
-    # Divide: multiplying by a reciprocal changes codes, and overflows for tiny blocks. An E4M3 scale may have rounded
-    # to 0, and the block decodes to 0. Clamp before rounding: x / s can exceed g_max by an ulp, or more (above).
-    d = s * t
-    a = (xb.abs() / torch.where(d == 0, math.inf, d)).clamp(max=fmt.max)
-    q = round_to_grid(a, fmt, None if bits is None else centred_noise(bits.unflatten(dim, (-1, block))))
+    noise = None if bits is None else centred_noise(bits.unflatten(dim, (-1, block)))
+
+    def on(f, noise):
+        s, t = block_scales(amax, f, scale)
+        # Divide: multiplying by a reciprocal changes codes, and overflows for tiny blocks. An E4M3 scale may have
+        # rounded to 0, and the block decodes to 0. Clamp before rounding: x / s can exceed g_max by an ulp, or more.
+        d = s * t
+        a = (xb.abs() / torch.where(d == 0, math.inf, d)).clamp(max=f.max)
+        return round_to_grid(a, f, noise), s, t
+
+    q, s, t = on(fmt, noise)
+    if fmt.other is not None:                   # choose by nearest rounding: noise in the choice would bias the result
+        first, second = (((q * s * t - xb.abs()) ** 2).sum(dim, keepdim=True)
+                         for q, s, t in (on(fmt, None), on(fmt.other, None)))
+        q2, s2, _ = on(fmt.other, noise)
+        q, s = torch.where(second < first, q2, q), torch.where(second < first, -s2, s)
     return torch.copysign(q, xb), s, t
 
 
@@ -287,9 +305,11 @@ class Quantized:
     def dequantize(self):
         """float32 (..., K)."""
         nibbles = torch.stack((self.codes & 15, self.codes >> 4), -1).flatten(-2)
-        q = torch.tensor(self.fmt.values, dtype=torch.float32, device=self.codes.device)[nibbles.int()]
-        blocks = q.unflatten(-1, (self.scale.shape[-1], q.shape[-1] // self.scale.shape[-1]))
-        return ((blocks * self.scale.float().unsqueeze(-1)) * self.tensor_scale).flatten(-2)
+        blocks = nibbles.int().unflatten(-1, (self.scale.shape[-1], nibbles.shape[-1] // self.scale.shape[-1]))
+        s = self.scale.float().unsqueeze(-1)
+        q, *q2 = (torch.tensor(f.values, dtype=torch.float32, device=s.device)[blocks]
+                  for f in (self.fmt, self.fmt.other) if f is not None)
+        return ((torch.where(s < 0, q2[0], q) if q2 else q) * s.abs() * self.tensor_scale).flatten(-2)
 
 
 def check(shape, fmt, scale, block, two_d):
@@ -301,6 +321,8 @@ def check(shape, fmt, scale, block, two_d):
     if not shape or shape[-1] % block or not shape[-1]:
         raise ValueError(f"the last dimension must be a multiple of the block: got K = {shape[-1] if shape else 0}, "
                          f"block = {block}")
+    if "+" in str(fmt) and scale != "fp32":
+        raise ValueError(f"a choice of two formats, as in {fmt}, needs fp32 scales, whose sign records it; got {scale}")
     if two_d and (len(shape) < 2 or shape[-2] % block):
         raise ValueError(f"2-D scaling needs both last dimensions to be multiples of {block}, got {tuple(shape)}")
     return get_format(fmt)
@@ -319,11 +341,12 @@ def quantize(x, fmt="e1m2", scale="fp32", block=16, stochastic=False, generator=
     f = check(x.shape, fmt, scale, block, two_d)
     bits = random_bytes((x.numel() // x.shape[-1], x.shape[-1]), x.device, generator) if stochastic else None
     q, s, t = snap(x.detach().float().reshape(-1, x.shape[-1]), bits, -1, f, scale, block, two_d)
-    levels = torch.tensor(f.levels, dtype=torch.float32, device=x.device)
-    index = torch.bucketize(q.abs().contiguous(), levels).clamp(max=7)          # NaN: any code will do
+    index, *index2 = (torch.bucketize(q.abs().contiguous(), torch.tensor(g.levels, device=x.device)).clamp(max=7)
+                      for g in (f, f.other) if g is not None)                   # NaN: any code will do
+    index = torch.where(s < 0, index2[0], index) if index2 else index
     index = torch.where(q.signbit(), -index & 15 if f.twos_complement else index | 8, index)
     codes = index.to(torch.uint8).reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
-    stored = {"fp32": torch.float32, "e4m3": torch.float8_e4m3fn, "e8m0": torch.float8_e8m0fnu}[scale]
+    stored = {"fp32": torch.float32, "e4m3": torch.float8_e4m3fn, "e8m0": torch.float8_e8m0fnu}[scale[:4]]
     s = s.to(stored).reshape(*x.shape[:-1], x.shape[-1] // block)
     return Quantized(codes[..., 0] | codes[..., 1] << 4, s, t, f)
 
@@ -336,14 +359,18 @@ def fake_quantize(x, fmt="e1m2", scale="fp32", block=16, stochastic=False, gener
     return fused(flat, bits, None, -1, f, scale, block, two_d, torch.float32).view(x.shape)
 
 
-def rotate_round(x, bits, signs, dim, fmt, scale, block, two_d, dtype):
-    """RHT (unless signs is None), quantize, dequantize x (R, C) in blocks along dim; elementwise ops throughout."""
+def rotate_round(x, bits, signs, dim, fmt, scale, block, two_d, dtype, alpha=None):
+    """RHT (unless signs is None), quantize, dequantize x (R, C) in blocks along dim; elementwise ops throughout, but
+    for `alpha`, which rescales the result so that <Q(x), x> / <x, x> is alpha."""
     x = x.float() if signs is None else rht(x, signs, len(signs), dim)
     q, s, t = snap(x, bits, dim, fmt, scale, block, two_d)
-    v = q * s * t
+    v = q * s.abs() * t
     if fmt.twos_complement:                     # INT4 has one zero: -0.0, which its codes can't say, becomes +0.0
         v = torch.where(q == 0, v.abs(), v)
-    return v.flatten(dim - 1, dim).to(dtype)
+    v = v.flatten(dim - 1, dim)
+    if alpha is not None:
+        v = v * (alpha * (x * x).sum() / (v * x).sum().clamp(min=TINY))
+    return v.to(dtype)
 
 
 def fused(x, *args):
@@ -401,8 +428,11 @@ class Recipe:
     two_d: bool = False                 # W in block x block tiles
     rht_block: int = 16                 # size of the Hadamard matrix
     sign_seed: int = 0                  # fixes the random signs of the RHT
+    swap: tuple = ()                    # other formats for some operands (or GEMMs), as in ("w:e2m1", "dgrad:e2m1")
+    alpha: float | None = None          # give each operand rounded to nearest this slope: 1 undoes its shrinkage
     format: Format = dataclasses.field(init=False, repr=False)          # derived from the fields above
     signs: tuple = dataclasses.field(init=False, repr=False)
+    swapped: dict = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self):
         for field, allowed in (("rht", GEMMS), ("sr", OPERANDS)):
@@ -410,12 +440,17 @@ class Recipe:
             if not isinstance(given, (tuple, list)) or not set(given) <= set(allowed):
                 raise ValueError(f"{field} takes a tuple with some of {', '.join(allowed)}; got {given!r}")
             object.__setattr__(self, field, tuple(given))
+        swaps = [s.split(":") for s in self.swap]
+        if any(len(s) != 2 or s[0] not in GEMMS + OPERANDS for s in swaps):
+            raise ValueError(f"swap takes NAME:FORMAT, NAME one of {', '.join(GEMMS + OPERANDS)}; got {self.swap}")
         if self.fmt is not None:
-            check((self.block, self.block), self.fmt, self.scale, self.block, self.two_d)
+            for fmt in [self.fmt] + [fmt for _, fmt in swaps]:
+                check((self.block, self.block), fmt, self.scale, self.block, self.two_d)
         hadamard(self.rht_block)
         if self.unit % self.block or self.rht and self.unit % self.rht_block:
             raise ValueError(f"block = {self.block} and rht_block = {self.rht_block}: one must divide the other")
         object.__setattr__(self, "format", None if self.fmt is None else get_format(self.fmt))
+        object.__setattr__(self, "swapped", {which: get_format(fmt) for which, fmt in swaps})
         object.__setattr__(self, "signs", random_signs(self.sign_seed, self.rht_block))
 
     @property
@@ -435,6 +470,12 @@ RECIPES = {r.name: r for r in (
     Recipe("e2m1-max2", "e2m1-max2", rht=GEMMS, sr=("dy",)),                  # 0 .5 1 1.5 2: uniform, but 9 values
     Recipe("e2m1-max3", "e2m1-max3", rht=GEMMS, sr=("dy",)),
     Recipe("e2m1-max4", "e2m1-max4", rht=GEMMS, sr=("dy",)),
+    Recipe("e2m1-debiased", "e2m1", rht=GEMMS, sr=("dy",), alpha=1.0),        # e2m1-full-rht without its shrinkage
+    Recipe("ufp4-shrunk", "e1m2", rht=GEMMS, sr=("dy",), alpha=0.996),        # ufp4 with E2M1's, on Gaussian data
+    # The neighbours' choice per block, the rest as in e2m1 (the paper's section 5 lists them): the maximum to 6 or to 4
+    # (Four Over Six, arXiv 2512.02010, which has E4M3 scales), and E2M1 or E1M2 (MixFP4, arXiv 2605.31035).
+    Recipe("four-over-six", "e2m1+e2m1-max4", rht=("wgrad",), sr=("dy",)),
+    Recipe("mixfp4", "e2m1+e1m2", rht=("wgrad",), sr=("dy",)),
     Recipe("nvfp4", "e2m1", "e4m3", rht=("wgrad",), sr=("dy",), two_d=True),        # arXiv 2509.25149
     Recipe("mxfp4", "e2m1", "e8m0", 32, rht=("wgrad",), sr=("dy",)),        # the e2m1 row with OCP MX scales
 )}
@@ -459,7 +500,9 @@ def quantize_operand(x, operand, gemm, dim, recipe):
     bits = random_bytes(flat.shape, x.device) if operand in recipe.sr else None
     signs = recipe.signs if gemm in recipe.rht else None
     two_d = recipe.two_d and operand == "w"
-    return fused(flat, bits, signs, dim, recipe.format, recipe.scale, recipe.block, two_d, x.dtype).view(x.shape)
+    fmt = recipe.swapped.get(operand) or recipe.swapped.get(gemm) or recipe.format
+    alpha = recipe.alpha if bits is None else None
+    return fused(flat, bits, signs, dim, fmt, recipe.scale, recipe.block, two_d, x.dtype, alpha).view(x.shape)
 
 
 def matmul(a, b, offs):
