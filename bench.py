@@ -4,13 +4,13 @@
     python bench.py sqnr            error of both grids on a trained model's tensors, with and without RHT (3 min)
     python bench.py cpu             what emulation costs on this CPU: fake_quantize, and a training step, against BF16
     python bench.py loss            BF16-relative loss error of recipes, paired seeds (hours; --quick for a first look)
-    python bench.py ablate          the same for the paper's ablations
+    python bench.py ablate          the same for one change at a time: the paper's ablations, and more
+    python bench.py scaling         the same against compute: five sizes, dense and mixture of experts
     python bench.py dispatch        the tensor-core instruction of each recipe on each GPU, compiled without one
     python bench.py readme          write the tables of README.md anew from data/results
 
-Each but the last writes data/results/NAME.json: settings, seeds, versions, machine and every number. bias also draws
-NAME.png.
-loss and ablate save each run as it ends and go on where they stopped.
+Each but the last writes data/results/NAME.json: settings, seeds, versions, machine and every number; those that measure
+numerics or losses draw NAME.png. loss, ablate and scaling save each run as it ends and go on where they stopped.
 """
 import argparse
 import collections
@@ -487,6 +487,10 @@ ABLATIONS = {
     "block": [(f"block {n}", "ufp4", ["--block", n]) for n in ("32", "64")],
     "Hadamard size": [(f"rht block {n}", "ufp4", ["--rht-block", n]) for n in ("32", "64")],
 }
+# The paper's section 4: loss error of Dense 1.5B in % (Q2), and mean losses of its ablations (Q4).
+PAPER_ERROR = {"ufp4": 0.9673, "e2m1": 1.2570}
+PAPER_LOSS = {"ufp4": 1.88079, "rht none": 1.89202, "rht wgrad": 1.88721, "rht dgrad,wgrad": 1.88912,
+              "rht fprop,wgrad": 1.88558, "sr none": 1.88535}
 ABLATE_ROWS = [BF16, UFP4, ("e2m1", "e2m1", [])] + [row for rows in ABLATIONS.values() for row in rows]
 SCALING_ROWS = [BF16, UFP4, ("e2m1", "e2m1", [])]
 
@@ -500,6 +504,7 @@ def bench_training(args, name, rows, against):
         rows = [r for r in rows if r[0] in args.rows or r[0] == "bf16"]
     if args.quick:
         args.seeds, args.estimators, args.train = 2, ["branched"], args.train + ["--steps", "300"]
+        rows = rows[:13] if args.rows is None else rows             # of ablate: RHT, SR and slope
         name += "-quick"
     args.branch_step = 2 * train.parse_args([*MODELS[args.models[0]], *args.train]).steps // 3
     records = train_all(args, rows, name)
@@ -508,19 +513,137 @@ def bench_training(args, name, rows, against):
             print(f"\n{model}, {estimator}: BF16-relative loss error in % (seeds), paired difference to {against}")
             for label, _, _ in rows[1:]:
                 print("{:16s} {:22s} {}".format(label, *compare(records, model, estimator, label, against)))
+    published = [f"{label} {paper(label, against)}" for label, _, _ in rows[1:] if paper(label, against)]
+    print("\nthe paper, Dense 1.5B, %:", ", ".join(published))
     return records
 
 
+def paper(label, against):
+    """The paper's figure in % beside ours: the loss error of a recipe, or an ablation's loss over ufp4's."""
+    if against == "e2m1":
+        return f"{PAPER_ERROR[label]:.2f}" if label in PAPER_ERROR else ""
+    return f"{100 * (PAPER_LOSS[label] / PAPER_LOSS['ufp4'] - 1):+.2f}" if label in PAPER_LOSS else ""
+
+
 def bench_loss(args):
-    bench_training(args, "loss", LOSS_ROWS, "e2m1")
+    records = bench_training(args, "loss", LOSS_ROWS, "e2m1")
+    figure("loss", 2, lambda axes: draw_loss(axes, records, args.models[0]))
+
+
+def draw_loss(axes, records, model):
+    labels = [label for label, _, _ in LOSS_ROWS[1:] if relative_errors(records, model, "branched", label)]
+    for at, label in enumerate(labels):
+        mean, half = interval([100 * e for e in relative_errors(records, model, "branched", label).values()])
+        axes[0].errorbar(mean, -at, xerr=half or 0, fmt="o", color=f"C{at}", capsize=3)
+    axes[0].set(yticks=[-at for at in range(len(labels))], yticklabels=labels, xlabel="loss error to BF16, %",
+                title="Last third trained in 4 bits")
+    curves = {(r["label"], r["estimator"], r["seed"]): dict(map(tuple, r["curve"])) for r in records
+              if r["model"] == model and "curve" in r}
+    for at, label in enumerate(labels):
+        gaps = collections.defaultdict(list)
+        for (which, estimator, seed), curve in curves.items():
+            if (which, estimator) == (label, "branched"):
+                for step, loss in curve.items():
+                    gaps[step].append(100 * (loss / curves["bf16", "scratch", seed][step] - 1))
+        steps = sorted(gaps)
+        means = [statistics.mean(sum((gaps[s] for s in steps[max(0, i - 4):i + 1]), [])) for i in range(len(steps))]
+        axes[1].plot(steps, means, color=f"C{at}", label=label, lw=1)
+    axes[1].set(xlabel="step", ylabel="training loss over BF16's, % (mean of 50 steps)", title="Loss curves")
+    axes[1].legend(fontsize=7)
 
 
 def bench_ablate(args):
-    bench_training(args, "ablate", ABLATE_ROWS, "ufp4")
+    records = bench_training(args, "ablate", ABLATE_ROWS, "ufp4")
+    figure("ablate", 1, lambda ax: draw_ablate(ax, records, args.models[0]), 5.5)
+
+
+def draw_ablate(ax, records, model):
+    base, at, names = relative_errors(records, model, "branched", "ufp4"), 0, []
+    for color, rows in enumerate(ABLATIONS.values()):
+        for label, _, _ in rows:
+            errors = relative_errors(records, model, "branched", label)
+            if seeds := errors.keys() & base.keys():
+                mean, half = interval([100 * (errors[s] - base[s]) for s in seeds])
+                ax.errorbar(mean, at, xerr=half or 0, fmt="o", color=f"C{color}", capsize=3)
+                names.append(label)
+                at -= 1
+    ax.axvline(0, color="k", lw=0.6)
+    ax.set(yticks=[-n for n in range(len(names))], yticklabels=names, xlabel="loss error less ufp4's, % of BF16's loss")
 
 
 def bench_scaling(args):
-    bench_training(args, "scaling", SCALING_ROWS, "e2m1")
+    records = bench_training(args, "scaling", SCALING_ROWS, "e2m1")
+    fits = fit_scaling(records)
+    for kind, fit in fits.items():
+        print(f"\n{kind}, L(C) = a C^-b over {fit['sizes']} sizes: b = " +
+              ", ".join(f"{label} {show(ci, 1)}" for label, ci in fit["exponent"].items()))
+        print("change of the loss error per tenfold compute, in % of the BF16 loss: " +
+              ", ".join(f"{label} {show(ci)}" for label, ci in fit["gap"].items()))
+    save("scaling", {"runs": records, "fits": fits})
+    figure("scaling", 2, lambda axes: draw_scaling(axes, records))
+
+
+def compute(settings):
+    """FLOPs of a run: 6 for each parameter that a token uses, and token (forward 2, backward 4)."""
+    import train
+    s = argparse.Namespace(**settings)
+    with torch.device("meta"):
+        model = train.GPT(s, ufp4.RECIPES["bf16"], 256)
+    idle = sum(m.fc1.numel() + m.fc2.numel() for m in model.modules() if isinstance(m, train.MoE))
+    active = sum(p.numel() for p in model.parameters()) - idle * (1 - s.top_k / max(1, s.experts))
+    return 6 * active * s.steps * s.batch_size * s.seq_len
+
+
+def by_compute(records, kind):
+    """{label: {seed: [(FLOPs, loss, loss error)]}}, sizes ascending."""
+    flops = {r["model"]: compute(r["settings"]) for r in records if r["label"] == "bf16"}
+    points = collections.defaultdict(lambda: collections.defaultdict(list))
+    for model in sorted((m for m in SIZES[kind] if m in flops), key=flops.get):
+        for label, _, _ in SCALING_ROWS:
+            estimator = "scratch" if label == "bf16" else "branched"
+            loss = {r["seed"]: r["val_loss"] for r in records
+                    if (r["model"], r["label"], r["estimator"]) == (model, label, estimator)}
+            for seed, error in relative_errors(records, model, estimator, label).items():
+                points[label][seed].append((flops[model], loss[seed], error))
+    return points
+
+
+def fit_scaling(records):
+    """For each kind of model: the exponent b of L = a C^-b, and the change of the loss error with log10 C, each fitted
+    by least squares to the sizes of one seed; mean and 95% interval over seeds."""
+    fits = {}
+    for kind in SIZES:
+        points = by_compute(records, kind)
+        sizes = max((len(p) for seeds in points.values() for p in seeds.values()), default=0)
+        if sizes < 3:
+            continue
+        fits[kind] = {"sizes": sizes, "exponent": {}, "gap": {}}
+        for label, seeds in points.items():
+            whole = [p for p in seeds.values() if len(p) == sizes]
+            line = lambda p, y: statistics.linear_regression([math.log10(c) for c, *_ in p], [y(q) for q in p]).slope
+            fits[kind]["exponent"][label] = interval([-line(p, lambda q: math.log10(q[1])) for p in whole])
+            if label != "bf16":
+                fits[kind]["gap"][label] = interval([line(p, lambda q: q[2]) for p in whole])
+    return fits
+
+
+def draw_scaling(axes, records):
+    for kind, style in zip(SIZES, ("-", "--")):
+        for (label, seeds), color in zip(by_compute(records, kind).items(), ("k", "C0", "C3")):
+            points = collections.defaultdict(list)
+            for seed in seeds.values():
+                for c, *values in seed:
+                    points[c].append(values)
+            flops = sorted(points)
+            axes[0].loglog(flops, [statistics.mean(v[0] for v in points[c]) for c in flops], "o" + style, ms=3,
+                           color=color, label=f"{label}, {kind}")
+            if label != "bf16":
+                cis = [interval([100 * v[1] for v in points[c]]) for c in flops]
+                axes[1].errorbar(flops, [m for m, _ in cis], yerr=[h or 0 for _, h in cis], fmt="o" + style, ms=3,
+                                 color=color, capsize=3)
+    axes[0].set(xlabel="training FLOPs, 6 N D", ylabel="validation loss, nats a byte", title="Loss against compute")
+    axes[0].legend(fontsize=7)
+    axes[1].set(xscale="log", xlabel="training FLOPs, 6 N D", ylabel="loss error to BF16, %", title="Gap to BF16")
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -648,11 +771,48 @@ def cpu_table():
 
 
 def loss_table():
-    records = load_results("loss")["runs"]
-    rows = [[f"`{label}`", *compare(records, "nano", "scratch", label, "e2m1"),
-             *compare(records, "nano", "branched", label, "e2m1")] for label, _, _ in LOSS_ROWS[1:]]
-    return markdown(["loss error, % (seeds)", "from scratch", "less `e2m1`", "branched", "less `e2m1`"],
-                    [row for row in rows if any(row[1:])])
+    records, rows = load_results("loss")["runs"], []
+    for label, _, _ in LOSS_ROWS[1:]:
+        scratch, branched, *parts = (compare(records, "nano", e, label, "e2m1") for e in ESTIMATORS)
+        rows.append([f"`{label}`", *scratch, *branched, *(p[0] for p in parts), paper(label, "e2m1")])
+    return markdown(["loss error, % (seeds)", "from scratch", "less `e2m1`", "branched", "less `e2m1`",
+                     "of it, in the weights", "forward noise alone", "the paper, Dense 1.5B"],
+                    [row for row in rows if any(row[1:-1])])
+
+
+def ablate_table():
+    records, rows = load_results("ablate")["runs"], []
+    for what, group in {"": [UFP4, ("e2m1", "e2m1", [])], **ABLATIONS}.items():
+        rows += [[what, f"`{label}`", *cells, paper(label, "ufp4")] for label, _, _ in group
+                 if any(cells := compare(records, "nano", "branched", label, "ufp4"))]
+    return markdown(["changed", "run", "loss error, % (seeds)", "less `ufp4`", "the paper's"], rows)
+
+
+def scaling_table():
+    results, rows = load_results("scaling"), []
+    records = results["runs"]
+    for kind, sizes in SIZES.items():
+        for model in sizes:
+            settings = [r["settings"] for r in records if (r["model"], r["label"]) == (model, "bf16")]
+            if settings:
+                cells = [compare(records, model, "branched", label, "e2m1") for label in ("e2m1", "ufp4")]
+                rows.append([model, f"{compute(settings[0]):.1e}", cells[0][0], *cells[1]])
+    return markdown(["size", "FLOPs", "`e2m1`, % (seeds)", "`ufp4`, % (seeds)", "`ufp4` less `e2m1`"], rows)
+
+
+def sqnr_table():
+    results = load_results("sqnr")
+    columns = [f + rht for rht in ("", " rht") for f in GRIDS]
+    rows = [["the paper's fc2 input", *(f"{results['paper fc2 x'][c]:.2f}" for c in columns), ""],
+            ["SwiGLU-like samples", *(f"{results['swiglu-like']['sqnr'][c]:.2f}" for c in columns), ""]]
+    shown = [(o, name, g, layer) for o, name, g in (("x", "X", "fprop"), ("dy", "dY", "dgrad"), ("dy", "dY", "wgrad"))
+             for layer in ("qkv", "proj", "fc1", "fc2")] + [("w", "W", g, "") for g in ENTERS["w"]]
+    for operand, name, gemm, layer in shown:
+        of = [r for r in results["tensors"] if (r["operand"], r["gemm"]) == (operand, gemm) and layer in r["layer"]]
+        rows.append([f"{name} of {layer or 'all'}, {gemm}",
+                     *(f"{statistics.median(r['sqnr'][c] for r in of):.2f}" for c in columns),
+                     f"{sum(r['flips'] for r in of)} of {len(of)}"])
+    return markdown(["SQNR, dB", "E2M1", "E1M2", "E2M1, RHT", "E1M2, RHT", "better grid changes"], rows)
 
 
 def dispatch_table():
@@ -667,8 +827,8 @@ def dispatch_table():
     return markdown([f"path: instruction, count (Triton {results['triton']})", *(f"`{r}`" for r in shown)], rows)
 
 
-TABLES = {"slopes": slope_table, "scales": scale_table, "cpu": cpu_table, "loss": loss_table,
-          "dispatch": dispatch_table}
+TABLES = {"slopes": slope_table, "scales": scale_table, "sqnr": sqnr_table, "cpu": cpu_table, "loss": loss_table,
+          "ablate": ablate_table, "scaling": scaling_table, "dispatch": dispatch_table}
 
 
 def fill_tables(text):

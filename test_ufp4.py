@@ -1187,6 +1187,57 @@ def test_a_wrong_or_missing_file_says_what_to_do(server, tmp_path):
 # README.md
 
 
+def test_b_eff_is_one_for_codes_used_alike_and_an_eighth_for_one():
+    for name in ("e2m1", "e1m2"):
+        levels = torch.tensor(MAGNITUDES[name]).repeat_interleave(2).float()    # each of the 8 magnitudes twice: 16
+        signs = torch.tensor([1.0, -1.0]).repeat(8)
+        assert bench.effective_buckets((levels * signs).expand(4, 16), name) == pytest.approx(1)
+        assert bench.effective_buckets(torch.ones(4, 16), name) == pytest.approx(1 / 8)
+
+
+def test_capture_finds_the_three_operands_of_every_layer(settings):
+    model = train.GPT(settings(), RECIPES["bf16"], 256)
+    tokens = torch.randint(0, 256, (2, 32), generator=gen())
+    kept = bench.capture(model, tokens, tokens)
+    for name, m in model.named_modules():
+        if isinstance(m, ufp4.Linear):                  # dW = dY^T X ties all three to autograd's own result
+            x, w, dy = (kept[name, operand] for operand in ("x", "w", "dy"))
+            assert torch.allclose(dy.T @ x, m.weight.grad, atol=1e-6) and torch.equal(w, m.weight)
+
+
+def run_record(model, label, seed, loss, settings=None):
+    return {"model": model, "label": label, "seed": seed, "val_loss": loss, "settings": settings,
+            "estimator": "scratch" if label == "bf16" else "branched"}
+
+
+def test_scaling_fits_recover_a_power_law_and_a_slope():
+    """Losses made from L = 3 C^-0.05, with a loss error that falls by 0.001 for each tenfold compute."""
+    records = []
+    for model in bench.SIZES["dense"]:
+        s = vars(train.parse_args([*bench.MODELS[model], "--device", "cpu"]))
+        c = bench.compute(s)
+        for seed in range(3):
+            loss = 3 * c**-0.05 * (1 + 0.01 * seed)
+            records += [run_record(model, "bf16", seed, loss, s),
+                        run_record(model, "ufp4", seed, loss * (1.03 - 0.001 * math.log10(c)), s)]
+    fit = bench.fit_scaling(records)["dense"]
+    assert fit["sizes"] == 5 and fit["exponent"]["bf16"] == pytest.approx((0.05, 0), abs=1e-9)
+    assert fit["gap"]["ufp4"] == pytest.approx((-0.001, 0), abs=1e-9)
+    s = train.parse_args([*bench.MODELS["moe-32"], "--device", "cpu"])                  # by hand: 3 of 16 experts a token
+    active = 2 * (4 * 32**2 + 4 * 3 * 32 * 32 + 16 * 32 + 2 * 32) + 32 + 2 * 256 * 32
+    assert bench.compute(vars(s)) == 6 * active * 800 * 8 * 256
+
+
+def test_loss_errors_are_paired_by_seed_and_signed():
+    records = [run_record("nano", "bf16", s, loss) for s, loss in enumerate((2.0, 1.0, 4.0))]
+    records += [run_record("nano", "ufp4", s, loss) for s, loss in enumerate((2.2, 0.9))]
+    records += [run_record("nano", "e2m1", 0, None), run_record("nano", "e2m1", 1, 1.2)]
+    assert bench.relative_errors(records, "nano", "branched", "ufp4") == pytest.approx({0: 0.1, 1: -0.1})
+    assert bench.relative_errors(records, "nano", "branched", "e2m1") == pytest.approx({0: INF, 1: 0.2})
+    mean, half = bench.interval([1.0, 2.0, 3.0, 4.0])   # t(3, 0.975) = 3.182, standard deviation sqrt(5/3)
+    assert mean == 2.5 and half == pytest.approx(3.182 * math.sqrt(5 / 3 / 4))
+
+
 def test_readme_tables_are_the_files_in_data_results():
     text = (HERE / "README.md").read_text()
     assert bench.fill_tables(text) == text              # if not: python bench.py readme
