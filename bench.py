@@ -7,10 +7,12 @@
     python bench.py ablate          the same for one change at a time: the paper's ablations, and more
     python bench.py scaling         the same against compute: five sizes, dense and mixture of experts
     python bench.py dispatch        the tensor-core instruction of each recipe on each GPU, compiled without one
+    python bench.py kernels         speed of the Triton kernels on this GPU, against copying and cuBLAS (needs one)
     python bench.py readme          write the tables of README.md anew from data/results
 
-Each but the last writes data/results/NAME.json: settings, seeds, versions, machine and every number; those that measure
-numerics or losses draw NAME.png. loss, ablate and scaling save each run as it ends and go on where they stopped.
+Each but the last writes data/results/NAME.json: settings, seeds, versions, machine and every number (kernels writes
+kernels-GPU.json); those that measure numerics or losses draw NAME.png. loss, ablate and scaling save each run as it
+ends and go on where they stopped.
 """
 import argparse
 import collections
@@ -728,6 +730,117 @@ def bench_dispatch(args):
 
 
 # ---------------------------------------------------------------------------------------------------------------
+# kernels: speed on a GPU, in one process, as ratios to what that GPU can do
+
+SPEEDS = {                                  # what is measured, in this order: its target (and aim)
+    "quantize, one orientation, RHT, nearest: share of copy bandwidth": "at least 0.75 (0.85)",
+    "quantize, both orientations, RHT, nearest: share of copy bandwidth": "at least 0.55 (0.75)",
+    "quantize, both orientations, RHT, stochastic: share of copy bandwidth": "at least 0.40 (0.55)",
+    "RHT + quantize in one kernel / quantize alone": "at most 1.06 (1.02), the paper's",
+    "RHT, then quantize / quantize alone": "the paper's 1.62",
+    "linear layer, forward + backward, `ufp4` / bf16": "at most 1.30 (1.15)",
+    "packed GEMM, decoded once for cuBLAS: share of cuBLAS bf16": "the better of the two: 0.55",
+    "packed GEMM, decoded in the kernel: share of cuBLAS bf16": "the better of the two: 0.55",
+    "training step, `small`, compiled, `ufp4` / bf16": "at most 1.6 (1.3)",
+    "training step, 1B parameters, compiled, `ufp4` / bf16": "at most 1.3 (1.15)",
+}
+SIZES = {"n": 8192, "linear": (8192, 4096, 4096), "vocabulary": 50304, "models": (
+    ["--model", "small"],
+    ["--model", "small", "--layers", "16", "--dim", "2048", "--heads", "16", "--hidden", "5632", "--seq-len", "2048",
+     "--batch-size", "4"])}
+
+
+def gpu_time(f, repeats=30):
+    """Median, smallest and largest milliseconds of f() on the GPU, after three warm-ups."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 4)]
+    for event in events[:-1]:
+        event.record()
+        f()
+    events[-1].record()
+    torch.cuda.synchronize()
+    times = [a.elapsed_time(b) for a, b in zip(events[3:], events[4:])]
+    return statistics.median(times), min(times), max(times)
+
+
+def training_step(flags, recipe, vocabulary, device, compiled):
+    """One optimizer step of train.GPT on random tokens, in bfloat16 autocast."""
+    import train
+    torch.manual_seed(0)
+    s = train.parse_args([*flags, "--device", device])
+    model = train.GPT(s, ufp4.RECIPES[recipe], vocabulary).to(device)
+    tokens = torch.randint(vocabulary, (s.batch_size, s.seq_len), device=device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    model = compiled(model)
+
+    def step():
+        with torch.autocast(device, torch.bfloat16):
+            model(tokens, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return step
+
+
+def kernel_speeds(sizes, time, device, compiled):
+    """Yields (name, milliseconds, value, unit): the two ceilings, then the rows of SPEEDS."""
+    import kernels
+    n, recipe = sizes["n"], ufp4.RECIPES["ufp4"]
+    x, w = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
+    y = torch.empty_like(x)
+    copy = time(lambda: y.copy_(x))
+    bandwidth = 2 * x.nbytes / copy[0]
+    yield "copy", copy, bandwidth / 1e6, "GB/s"
+    cublas = time(lambda: torch.mm(x, w.T, out=y))
+    yield "cuBLAS bf16", cublas, 2 * n**3 / cublas[0] / 1e9, "TFLOP/s"
+
+    def quantize(x=x, cols=False, signs=recipe.signs, seed=None, swizzle=False):
+        return kernels.quantize(x, recipe.format, recipe.scale, recipe.block, True, cols, signs, signs if cols else None,
+                                seed, swizzle=swizzle)
+
+    seed = torch.zeros(1, dtype=torch.int64, device=device)
+    names = iter(SPEEDS)
+    for options in ({}, {"cols": True}, {"cols": True, "seed": seed}):
+        moved = x.nbytes + sum(p.codes.nbytes + p.scale.nbytes for p in quantize(**options) if p is not None)
+        ms = time(lambda: quantize(**options))
+        yield next(names), ms, moved / ms[0] / bandwidth, ""
+    alone, ms = time(lambda: quantize(signs=None)), time(quantize)
+    yield next(names), ms, ms[0] / alone[0], ""
+    h = (torch.tensor(recipe.signs)[:, None] * ufp4.hadamard(16)).to(device, torch.bfloat16)
+    ms = time(lambda: quantize((x.view(-1, 16) @ h).view(x.shape), signs=None))
+    yield next(names), ms, ms[0] / alone[0], ""
+
+    m, k, f = sizes["linear"]
+    v, dy = (torch.randn(m, c, device=device, dtype=torch.bfloat16) for c in (k, f))
+    v.requires_grad_()
+    layers = (ufp4.Linear(k, f, bias=False, device=device, dtype=torch.bfloat16, recipe=r) for r in ("bf16", "ufp4"))
+    base, ms = (time(lambda: torch.autograd.grad(layer(v), (v, layer.weight), dy)) for layer in layers)
+    yield next(names), ms, ms[0] / base[0], ""
+
+    for path in ("cublas", "decode"):
+        a, b = (quantize(t, swizzle=path != "cublas")[0] for t in (x, w))
+        ms = time(lambda: kernels.matmul(a, b, path))
+        yield next(names), ms, cublas[0] / ms[0], ""
+    for flags in sizes["models"]:
+        base, ms = (time(training_step(flags, r, sizes["vocabulary"], device, compiled)) for r in ("bf16", "ufp4"))
+        yield next(names), ms, ms[0] / base[0], ""
+
+
+def bench_kernels(args):
+    if not torch.cuda.is_available():
+        sys.exit("bench.py: kernels measures a GPU, and torch finds none here; the kernels' results are tested without "
+                 "one by pytest -k kernels, and their code by python bench.py dispatch")
+    os.environ["UFP4_BACKEND"] = "triton"                                       # an error rather than the reference
+    import kernels
+    torch._dynamo.config.recompile_limit = 64
+    rows = []
+    for name, ms, value, unit in kernel_speeds(SIZES, gpu_time, "cuda", torch.compile):
+        rows.append({"row": name, "ms": ms, "value": value, "unit": unit})
+        print(f"{value:8.3f} {unit:8}{ms[0]:9.3f} ms ({ms[1]:.3f} to {ms[2]:.3f})  {name}: {SPEEDS.get(name, '')}",
+              flush=True)
+        save("kernels-" + re.sub(r"\W+", "-", torch.cuda.get_device_name()),
+             {"triton": kernels.triton.__version__, "sizes": SIZES, "rows": rows})
+
+
+# ---------------------------------------------------------------------------------------------------------------
 # readme: the tables, from the files
 
 
@@ -827,8 +940,18 @@ def dispatch_table():
     return markdown([f"path: instruction, count (Triton {results['triton']})", *(f"`{r}`" for r in shown)], rows)
 
 
+def kernel_table():
+    """One column a GPU that was measured."""
+    measured = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("kernels-*.json"))]
+    found = [{r["row"]: "{:.2f} ({:.3f} ms, {:.3f} to {:.3f})".format(r["value"], *r["ms"]) for r in m["rows"]}
+             for m in measured] or [{}]
+    rows = [[name, target] + [cells.get(name, "not measured: `python bench.py kernels`") for cells in found]
+            for name, target in SPEEDS.items()]
+    return markdown(["on a GPU", "target (aim)", *([m["machine"]["device"] for m in measured] or ["none yet"])], rows)
+
+
 TABLES = {"slopes": slope_table, "scales": scale_table, "sqnr": sqnr_table, "cpu": cpu_table, "loss": loss_table,
-          "ablate": ablate_table, "scaling": scaling_table, "dispatch": dispatch_table}
+          "ablate": ablate_table, "scaling": scaling_table, "dispatch": dispatch_table, "kernels": kernel_table}
 
 
 def fill_tables(text):
@@ -856,6 +979,7 @@ if __name__ == "__main__":
     p.add_argument("--steps", type=int, default=300, help="to train the model whose tensors are measured")
     commands.add_parser("cpu", help="speed of the emulation on this CPU")
     commands.add_parser("dispatch", help="the instruction each recipe runs on, per architecture")
+    commands.add_parser("kernels", help="speed of the Triton kernels on this GPU")
     p = commands.add_parser("lower", help="one row of dispatch, in a process of its own")
     p.add_argument("what")
     commands.add_parser("readme", help="write README.md's tables anew")

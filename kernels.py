@@ -25,6 +25,7 @@ This file imports neither ufp4.py nor train.py. `fmt` is an ufp4.Format, or anyt
 """
 import math
 import os
+import re
 from dataclasses import dataclass
 
 import torch
@@ -608,20 +609,29 @@ def matmul_constants(path, scale, block, mbits, min_normal, twos):
                 MIN_EXP=int(math.log2(min_normal)), TWOS=twos)
 
 
-def matmul(a, b, path, dtype=torch.bfloat16, arch=None):
-    """Packed A (M, K) and B (N, K) -> A B^T (M, N) by a path of `route`. "cublas" wants plain scales, and its grouped
-    products are F.grouped_mm on decode_bf16; the other paths want swizzled scales. Products are exact, sums float32,
-    except with float32 scales, where each operand has been rounded to bfloat16 once."""
-    if (a.shape[1], a.kind, a.block) != (b.shape[1], b.kind, b.block):
+def matmul(a, b, path, dtype=torch.bfloat16, arch=None, offs=None, stacked=None):
+    """Packed A (M, K) and B (N, K) -> A B^T (M, N) by a path of `route`. "cublas" wants plain scales, the other paths
+    swizzled ones. With E4M3 and E8M0 scales operands and products are exact; with float32 scales each operand is
+    rounded to bfloat16 once, by up to 2^-8 of itself, whatever dtype is. Sums are float32.
+
+    With offs (int32, where each group ends; "cublas" alone) one product a group: of rows of A with an expert of B,
+    stacked along B's dimension `stacked`, or if that is None of columns of both. These come out of F.grouped_mm in
+    bfloat16, so that with a tensor scale the result is rounded twice.
+    """
+    if stacked is None and a.shape[1] != b.shape[1] or (a.kind, a.block) != (b.kind, b.block):
         raise ValueError(f"operands must have K, scale and block in common, got {a.shape[1]} {a.kind} {a.block} and "
                          f"{b.shape[1]} {b.kind} {b.block}")
     if path == "cublas":
-        x, y = decode_bf16(a), decode_bf16(b).T
-        if a.tensor_scale is None:
-            return (x @ y).to(dtype)
-        # float32 out, so that the tensor scales are applied before anything is rounded
-        z = torch.mm(x, y, out_dtype=torch.float32) if x.is_cuda else x.float() @ y.float()
-        return (z * a.tensor_scale * b.tensor_scale).to(dtype)
+        x, y = decode_bf16(a), decode_bf16(b)
+        if offs is not None:
+            if stacked is not None:
+                y = y.unflatten(stacked, (len(offs), -1)).movedim(stacked, 0)                   # (E, N, K)
+            z = torch.nn.functional.grouped_mm(x, y.mT, offs=offs)
+        elif a.tensor_scale is None and dtype == torch.bfloat16:
+            return x @ y.T
+        else:                               # in float32, so that nothing is rounded before the tensor scales are applied
+            z = torch.mm(x, y.T, out_dtype=torch.float32) if x.is_cuda else x.float() @ y.T.float()
+        return (z if a.tensor_scale is None else z * a.tensor_scale * b.tensor_scale).to(dtype)
     if not (a.swizzled and b.swizzled):
         raise ValueError(f"the path {path!r} reads swizzled scales: quantize with swizzle=True")
     return torch.ops.ufp4.matmul(a.codes, a.scale, a.tensor_scale, b.codes, b.scale, b.tensor_scale, path, a.kind,
@@ -671,6 +681,26 @@ def architecture(device):
     if torch.version.hip:
         return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
     return "sm_%d%d" % torch.cuda.get_device_capability(device)
+
+
+def supports(recipe):
+    """Whether these kernels quantize as a recipe (of ufp4.py) says. What they do not know, they do not support."""
+    return (re.fullmatch(r"(e2m1|e1m2|int4)(-max[\d.]+)?", recipe.fmt) is not None and recipe.scale in STORED
+            and recipe.block in (16, 32) and (not recipe.rht or recipe.rht_block in (16, 32))
+            and not getattr(recipe, "swap", ()) and getattr(recipe, "slope", None) is None)
+
+
+def require(recipe, device, dtype):
+    """Raise what keeps a linear layer from using these kernels. Runs one, which takes a working compiler."""
+    if not supports(recipe):
+        raise ValueError("the Triton kernels have the formats e2m1, e1m2 and int4, the scales fp32, e4m3 and e8m0, and "
+                         f"blocks and Hadamard matrices of 16 and 32; recipe {recipe.name!r} has others")
+    x = torch.zeros(32, 32, dtype=dtype, device=device)
+    check(x, recipe.block, recipe.unit, True, True)
+    try:
+        quantize(x, recipe.format, recipe.scale, recipe.block)
+    except Exception as e:                  # no compiler for Triton's launcher, a driver too old, and the like
+        raise RuntimeError(f"Triton can't run a kernel here: {type(e).__name__}: {str(e).splitlines()[:1]}") from e
 
 
 def route(recipe, arch, version=VERSION):

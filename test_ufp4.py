@@ -524,18 +524,20 @@ def test_each_field_of_a_recipe_reaches_its_gemm_and_no_other():
 
 
 def test_alpha_sets_the_slope_of_what_is_rounded_to_nearest():
+    def operand(x, name, recipe):
+        return ufp4.quantize_operand(x, name, recipe, None, torch.float32, rows="fprop")[0]
     x = torch.randn(64, 64, generator=gen())
     for alpha in (1.0, 0.9):
         recipe = dataclasses.replace(RECIPES["e2m1"], alpha=alpha)
-        q = ufp4.quantize_operand(x, "x", "fprop", -1, recipe)
+        q = operand(x, "x", recipe)
         assert bench.slope(q, x)[0] == pytest.approx(alpha, abs=1e-6)
         plain = fake_quantize(x, "e2m1")
         assert torch.allclose(q / plain.where(plain != 0, 1), (q[0, 0] / plain[0, 0]) * (plain != 0), atol=1e-6)
-        assert not ufp4.quantize_operand(x * 0, "x", "fprop", -1, recipe).any()
+        assert not operand(x * 0, "x", recipe).any()
         torch.manual_seed(0)
-        dy = ufp4.quantize_operand(x, "dy", "fprop", -1, recipe)
+        dy = operand(x, "dy", recipe)
         torch.manual_seed(0)
-        assert torch.equal(dy, ufp4.quantize_operand(x, "dy", "fprop", -1, RECIPES["e2m1"]))
+        assert torch.equal(dy, operand(x, "dy", RECIPES["e2m1"]))
 
 
 def test_the_recipes_are_the_papers():
@@ -1223,7 +1225,7 @@ def test_scaling_fits_recover_a_power_law_and_a_slope():
     fit = bench.fit_scaling(records)["dense"]
     assert fit["sizes"] == 5 and fit["exponent"]["bf16"] == pytest.approx((0.05, 0), abs=1e-9)
     assert fit["gap"]["ufp4"] == pytest.approx((-0.001, 0), abs=1e-9)
-    s = train.parse_args([*bench.MODELS["moe-32"], "--device", "cpu"])                  # by hand: 3 of 16 experts a token
+    s = train.parse_args([*bench.MODELS["moe-32"], "--device", "cpu"])          # by hand: 3 of 16 experts a token
     active = 2 * (4 * 32**2 + 4 * 3 * 32 * 32 + 16 * 32 + 2 * 32) + 32 + 2 * 256 * 32
     assert bench.compute(vars(s)) == 6 * active * 800 * 8 * 256
 
@@ -1449,7 +1451,7 @@ class TestKernels:
                 for v in (x, w))
         exact = [ufp4.fake_quantize(ufp4.rht(v, SIGNS), fmt, scale, block).double() for v in (x, w)]
         got = kernels.matmul(a, b, path, torch.float32).cpu()
-        torch.testing.assert_close(got.double(), exact[0] @ exact[1].T, rtol=1e-5, atol=1e-4)
+        assert within(got, *exact, rounded=scale == "fp32" and not kernels.INTERPRET)
 
     def test_e2m1_pairs_sum_to_e1m2(self):
         """Every nibble, and every byte of two: high + low is the E1M2 value in units of half a spacing, signs kept."""
@@ -1514,3 +1516,259 @@ class TestKernels:
         args = [v.to(DEVICE) for v in (randn(40, 64), randn(32, 64, seed=1), torch.tensor([3]))]
         for got, expected in zip(torch.compile(product, fullgraph=True, backend="aot_eager")(*args), product(*args)):
             torch.testing.assert_close(got, expected)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What a linear layer keeps, and how often it quantizes
+
+
+def kept_bytes(recipe, path, monkeypatch, training=True):
+    """Bytes that autograd keeps for the input X (256, 128) of a layer, over what bfloat16 would take; the weight, which is
+    at hand anyway, not counted."""
+    monkeypatch.setenv("UFP4_BACKEND", path)
+    x = torch.randn(256, 128, generator=gen(), device="cpu").to(DEVICE).requires_grad_()
+    w = torch.randn(64, 128, generator=gen(1)).to(DEVICE).requires_grad_(training)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = ufp4.linear(x, w, recipe)
+    assert y.requires_grad and not any(t.data_ptr() == x.data_ptr() for t in kept)
+    return sum(t.nbytes for t in kept if t is not w) / (2 * x.numel())
+
+
+@pytest.mark.parametrize("path", ["torch", "triton"])
+@pytest.mark.parametrize("name,most", [("ufp4", 0.38), ("ufp4-e4m3", 0.29), ("nvfp4", 0.29), ("mxfp4", 0.27)])
+def test_the_backward_pass_keeps_the_input_in_4_bits(name, most, path, monkeypatch):
+    needs(path)
+    assert 0.25 < kept_bytes(name, path, monkeypatch) <= most
+    assert kept_bytes(name, path, monkeypatch, training=False) == 0             # a frozen weight has no wgrad
+
+
+def quantizations(monkeypatch):
+    """A list that gets (operand, rows, cols) of each quantize_operand."""
+    calls, plain = [], ufp4.quantize_operand
+
+    def spy(x, operand, *args, rows=None, cols=None, **more):
+        calls.append((operand, rows, cols))
+        return plain(x, operand, *args, rows=rows, cols=cols, **more)
+
+    monkeypatch.setattr(ufp4, "quantize_operand", spy)
+    return calls
+
+
+def test_only_what_a_gradient_needs_is_quantized(monkeypatch):
+    calls = quantizations(monkeypatch)
+    x, w = torch.randn(16, 32, requires_grad=True), torch.randn(16, 32, requires_grad=True)
+    for a, b, backward in ((x, w, [("dy", "dgrad", "wgrad"), ("w", None, "dgrad")]), (x.detach(), w, [("dy", None, "wgrad")]),
+                           (x, w.detach(), [("dy", "dgrad", None), ("w", None, "dgrad")])):
+        calls.clear()
+        y = ufp4.linear(a, b, "ufp4")
+        assert calls == [("x", "fprop", "wgrad" if b is w else None), ("w", "fprop", None)]
+        calls.clear()
+        y.sum().backward()
+        assert calls == backward
+    calls.clear()
+    with torch.no_grad():
+        ufp4.linear(x, w, "ufp4")
+    assert calls == [("x", "fprop", None), ("w", "fprop", None)]
+
+
+@pytest.mark.parametrize("path", ["torch", "triton"])
+def test_quantized_once_is_once_a_weight_and_changes_nothing(path, monkeypatch):
+    needs(path)
+    monkeypatch.setenv("UFP4_BACKEND", path)
+    calls = quantizations(monkeypatch)
+    layers = [ufp4.Linear(32, 32, recipe=r).to(DEVICE) for r in ("ufp4", "nvfp4")]
+    x = torch.randn(3, 16, 32, generator=gen()).to(DEVICE)
+
+    def step():
+        torch.manual_seed(0)
+        for part in x:
+            layers[1](layers[0](part)).square().sum().backward()
+        return [layer.weight.grad.clone() for layer in layers]
+
+    plain = step()
+    for layer in layers:
+        layer.zero_grad()
+    calls.clear()
+    with ufp4.quantized_once():
+        once = step()
+        assert calls.count(("w", "fprop", "dgrad")) == 2 and len([c for c in calls if c[0] == "w"]) == 2
+        with torch.no_grad():                           # an optimizer's step: the old operands are out of date
+            layers[0].weight += 1
+        layers[0](x[0])
+        assert calls.count(("w", "fprop", "dgrad")) == 3
+    assert all(torch.equal(a, b) for a, b in zip(plain, once)) and ufp4.WEIGHTS is None
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The kernels behind the linear layers
+
+
+def needs(path):
+    if path == "triton" and (kernels is None or kernels.INTERPRET and kernels.VERSION < (3, 9)):
+        pytest.skip("no Triton, or an interpreter (before 3.9) that rounds tl.fma twice")
+
+
+def same_noise(monkeypatch, seed):
+    """Both backends draw the noise of `seed`: the reference as kernels.noise lays it out, for columns transposed."""
+    def drawn(shape, device, generator=None):
+        col = drawn.stream
+        return kernels.noise(seed, *shape).to(device) if not col else kernels.noise(seed, *shape[::-1], stream=1).mT.to(device)
+
+    monkeypatch.setattr(ufp4, "random_bytes", drawn)
+    monkeypatch.setattr(torch, "randint", lambda *_, device, **__: torch.tensor([seed], device=device))
+    return drawn
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_wiring_fuzz(seed, monkeypatch):
+    """Recipes, shapes, dtypes and strides: the operands of quantize_operand are those of the reference, bit for bit."""
+    needs("triton")
+    r = random.Random(seed)
+    recipe = ufp4.RECIPES[r.choice(QUANTIZED)]
+    recipe = dataclasses.replace(recipe, sign_seed=seed, rht=tuple(g for g in ufp4.GEMMS if r.random() < 0.6),
+                                 sr=r.choice(((), ("dy",), ufp4.OPERANDS)))
+    assert kernels.supports(recipe)
+    R, C = (recipe.unit * r.choice((1, 2, 3)) for _ in range(2))
+    dtype = r.choice((torch.float32, torch.bfloat16, torch.float16))
+    x = randn(2 * R, 2 * C, seed=seed).exp().to(dtype)
+    x = r.choice((lambda: x[:R, :C], lambda: x[::2, ::2], lambda: x.view(2 * C, 2 * R)[:C, :R].T))().to(DEVICE)
+    drawn = same_noise(monkeypatch, seed)
+    for operand, rows, cols in (("x", "fprop", "wgrad"), ("w", "fprop", "dgrad"), ("dy", "dgrad", "wgrad")):
+        packed = ufp4.quantize_operand(x, operand, recipe, "cublas", dtype, rows, cols)
+        for drawn.stream, (p, which) in enumerate(zip(packed, ({"rows": rows}, {"cols": cols}))):
+            ref = ufp4.quantize_operand(x, operand, recipe, None, torch.float32, **which)[drawn.stream]
+            kept = ufp4.quantize_operand(x, operand, recipe, None, torch.float32, **which, keep=True)[drawn.stream]
+            got = ufp4.Quantized(p.codes, p.scale, 1.0 if p.tensor_scale is None else p.tensor_scale, p.fmt)
+            torch.testing.assert_close(got.dequantize(), ref, rtol=0, atol=0)
+            if drawn.stream:                            # what the reference keeps holds the same codes and scales
+                assert torch.equal(kept.codes.mT, p.codes) and torch.equal(kept.scale.float().mT, p.scale.float())
+                assert same_bits(kept.dequantize(-2).mT.contiguous(), ref.contiguous())
+
+
+def exact(p):
+    """Float64 of a packed operand with plain scales."""
+    return ufp4.Quantized(p.codes, p.scale, 1.0 if p.tensor_scale is None else p.tensor_scale, p.fmt).dequantize().double()
+
+
+def within(got, a, b, rounded, results=0):
+    """|got - a b^T| is at most what the arithmetic can lose, for float64 operands a (M, K), b (N, K): if they were rounded to
+    bfloat16 each by 2^-8 of itself, the K additions in float32 2^-23 of their terms each, and then the sum is rounded
+    to bfloat16 `results` times."""
+    terms = a.abs() @ b.abs().T
+    lost = terms * (((1 + 2.0**-8) ** 2 - 1 if rounded else 0) + a.shape[1] * 2.0**-23)
+    return bool(((got.double() - a @ b.T).abs() <= lost + ((1 + 2.0**-8) ** results - 1) * (terms + lost)).all())
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("grouped", [False, True])
+def test_kernels_multiply_the_operands_of_the_three_gemms(name, grouped, monkeypatch):
+    """Each GEMM of a layer on the kernels' path is the float64 product of its decoded operands, group by group."""
+    needs("triton")
+    monkeypatch.setenv("UFP4_BACKEND", "triton")
+    sizes, seen, plain = [5, 0, 43] if grouped else [48], [], ufp4.matmul
+    monkeypatch.setattr(ufp4, "matmul", lambda *args, **more: seen.append((args, more, plain(*args, **more))) or seen[-1][2])
+    x = randn(48, 64).to(DEVICE).requires_grad_()
+    w = randn(*([3] if grouped else []), 96, 64, seed=1).to(DEVICE).requires_grad_()
+    y = ufp4.linear(x, w, name, torch.tensor(sizes).cumsum(0).to(DEVICE) if grouped else None)
+    grads = torch.autograd.grad(y, (x, w), randn(48, 96, seed=2).to(DEVICE))
+    assert [t.dtype for t in (y, *grads)] == [torch.float32] * 3 and len(seen) == 3
+    for ((a, b, path, *_), more, got), inner in zip(seen, (64, 96, None)):
+        if path != "cublas":                            # a GPU that multiplies natively has swizzled scales
+            continue
+        a, b, rounded = exact(a), exact(b), a.kind == "fp32"
+        if not grouped:
+            assert within(got, a, b, rounded)
+            continue
+        ends = [0, 16, 16, 64] if RECIPES[name].unit == 16 else [0, 32, 32, 96]
+        for e, (start, end) in enumerate(zip(ends, ends[1:])):
+            group = slice(start, end)
+            one = ((a[:, group], b[:, group], got[e]) if inner is None else
+                   (a[group], b[e * 96:][:96] if inner == 64 else b[:, e * 96:][:, :96], got[group]))
+            assert within(one[2], *one[:2], rounded, 1 + (RECIPES[name].scale == "e4m3"))
+
+
+@pytest.mark.parametrize("name", ["ufp4", "nvfp4"])
+def test_a_layer_compiles_without_graph_breaks_on_the_kernels(name, monkeypatch):
+    """Dense and grouped, both passes: one graph, the same numbers; manual_seed fixes the noise."""
+    needs("triton")
+    monkeypatch.setenv("UFP4_BACKEND", "triton")
+    x, offs = randn(40, 64).to(DEVICE).requires_grad_(), torch.tensor([5, 5, 40], device=DEVICE)
+    for w, offs in ((randn(32, 64, seed=1), None), (randn(3, 32, 64, seed=1), offs)):
+        w = w.to(DEVICE).requires_grad_()
+
+        def results(f):
+            torch.manual_seed(0)
+            y = f(x, w)
+            return y, *torch.autograd.grad(y.square().sum(), (x, w))
+
+        recipe = dataclasses.replace(RECIPES[name], sr=())                      # the graph draws another stream
+        plain = results(lambda x, w: ufp4.linear(x, w, recipe, offs))
+        graph = results(torch.compile(lambda x, w: ufp4.linear(x, w, recipe, offs), fullgraph=True, backend="aot_eager"))
+        assert all(torch.equal(a, b) for a, b in zip(plain, graph))
+        noisy = torch.compile(lambda x, w: ufp4.linear(x, w, name, offs), fullgraph=True, backend="aot_eager")
+        assert all(torch.equal(a, b) for a, b in zip(results(noisy), results(noisy)))
+
+
+def test_backends_are_chosen_and_said(monkeypatch):
+    """Unknown: an error. triton: the kernels or an error. Else a GPU that can't use them says why, once."""
+    x, w = torch.randn(16, 32), torch.randn(16, 32)
+    monkeypatch.setenv("UFP4_BACKEND", "cuda")
+    with pytest.raises(ValueError, match="UFP4_BACKEND is torch.*'cuda'"):
+        ufp4.linear(x, w, "ufp4")
+    needs("triton")
+    monkeypatch.setenv("UFP4_BACKEND", "triton")
+    odd = dataclasses.replace(RECIPES["ufp4"], block=8)
+    for recipe, dtype, message in ((odd, torch.float32, "blocks and Hadamard matrices of 16 and 32"),
+                                   ("ufp4", torch.float64, "float32, not torch.float64")):
+        with pytest.raises((ValueError, TypeError), match=message):
+            ufp4.linear(x.to(dtype), w.to(dtype), recipe)
+    monkeypatch.setattr(kernels, "INTERPRET", False)
+    with pytest.raises(ValueError, match="need a GPU tensor"):
+        ufp4.linear(x, w, dataclasses.replace(RECIPES["ufp4"], sign_seed=99))
+    monkeypatch.delenv("UFP4_BACKEND")
+    gpu = torch.device("cuda:7")
+    for broken, message in ((odd, "blocks and Hadamard"), (dataclasses.replace(odd, block=16, sign_seed=98), "")):
+        ufp4.cached_path.cache_clear()
+        with pytest.warns(UserWarning, match=f"runs on the reference path.*{message}") as said:
+            for _ in range(3):
+                assert ufp4.choose_path(broken, gpu, torch.float32, True) is None
+        assert len(said) == 1
+    ufp4.cached_path.cache_clear()
+    monkeypatch.setattr(kernels, "require", lambda *_: None)
+    monkeypatch.setattr(kernels, "architecture", lambda _: "sm_103")
+    route = kernels.route                               # as an older Triton would take it
+    monkeypatch.setattr(kernels, "route", lambda r, a, version=(3, 6): route(r, a, version))
+    with pytest.warns(UserWarning, match="slower path 'cublas'.*Triton before 3.9") as said:
+        assert [ufp4.choose_path(RECIPES["ufp4-e4m3"], gpu, torch.float32, True) for _ in range(2)] == ["cublas"] * 2
+    assert len(said) == 1 and ufp4.choose_path(RECIPES["nvfp4"], gpu, torch.float32, True) == "fp4"
+    assert ufp4.choose_path(RECIPES["nvfp4"], gpu, torch.float32, False) == "cublas"        # rows of 16 bytes
+    ufp4.cached_path.cache_clear()
+
+
+def test_without_triton_it_says_so_once():
+    code = ("import sys, warnings; sys.modules['triton'] = None; import torch, ufp4; "
+            "print([ufp4.choose_path(ufp4.get_recipe('ufp4'), torch.device('cuda'), torch.float32, True) for _ in 'ab'])")
+    done = python(code, UFP4_BACKEND="")
+    assert done.stdout == "[None, None]\n" and done.stderr.count("needs Triton 3.6 or newer") == 1
+    done = python(code, UFP4_BACKEND="triton")
+    assert done.returncode and done.stderr.strip().splitlines()[-1].startswith("ImportError: kernels.py needs Triton")
+
+
+def test_every_row_of_the_speed_table_runs(monkeypatch):
+    """At tiny sizes, with a timer that only calls: what it would measure on a GPU."""
+    needs("triton")
+    monkeypatch.setenv("UFP4_BACKEND", "triton")
+    calls = []
+    tiny = ["--layers", "1", "--dim", "32", "--heads", "2", "--hidden", "32", "--seq-len", "16", "--batch-size", "1"]
+    sizes = {"n": 128, "linear": (32, 64, 32), "vocabulary": 64, "models": (["--model", "nano", *tiny],) * 2}
+
+    def once(f):
+        calls.append(f())
+        return 1.0, 1.0, 1.0
+
+    rows = list(bench.kernel_speeds(sizes, once, DEVICE, lambda model: model))
+    assert [name for name, *_ in rows] == ["copy", "cuBLAS bf16", *bench.SPEEDS] and len(calls) == 16
+    both = 128 * 128 * (2 + 2 * (0.5 + 4 / 16))         # bf16 in, two operands of codes and FP32 scales out
+    assert rows[3][2] == both / (2 * 128 * 128 * 2)
+    assert rows[0][2] == 2 * 128 * 128 * 2 / 1e6 and rows[1][2] == pytest.approx(2 * 128**3 / 1e9)

@@ -40,9 +40,11 @@ FP32 scale does not fit bfloat16's 8 significant bits, so on that path each oper
     import ufp4
     model = ufp4.convert(model, recipe="ufp4")      # any model with nn.Linear layers, then train as before
 """
+import contextlib
 import dataclasses
 import functools
 import math
+import os
 import random
 import warnings
 from dataclasses import dataclass
@@ -302,14 +304,18 @@ class Quantized:
     tensor_scale: torch.Tensor | float  # float32 scalar of the two-level kind; 1.0 for the others
     fmt: Format
 
-    def dequantize(self):
-        """float32 (..., K)."""
-        nibbles = torch.stack((self.codes & 15, self.codes >> 4), -1).flatten(-2)
-        blocks = nibbles.int().unflatten(-1, (self.scale.shape[-1], nibbles.shape[-1] // self.scale.shape[-1]))
-        s = self.scale.float().unsqueeze(-1)
-        q, *q2 = (torch.tensor(f.values, dtype=torch.float32, device=s.device)[blocks]
-                  for f in (self.fmt, self.fmt.other) if f is not None)
-        return ((torch.where(s < 0, q2[0], q) if q2 else q) * s.abs() * self.tensor_scale).flatten(-2)
+    def dequantize(self, dim=-1, dtype=torch.float32):
+        """Values (..., K), in `dtype`. `dim` is the packed dimension, where codes and scales are not as above."""
+        return fused(decode, self.codes, self.scale.float(), self.tensor_scale, self.fmt, dim, dtype)
+
+
+def decode(codes, s, t, fmt, dim, dtype):
+    nibbles = torch.stack((codes & 15, codes >> 4), dim).flatten(dim - 1, dim).int()
+    nibbles = nibbles.unflatten(dim, (s.shape[dim], nibbles.shape[dim] // max(1, s.shape[dim])))
+    s = s.unsqueeze(dim)
+    q, *q2 = (torch.tensor(f.values, dtype=torch.float32, device=codes.device)[nibbles]
+              for f in (fmt, fmt.other) if f is not None)
+    return ((torch.where(s < 0, q2[0], q) if q2 else q) * s.abs() * t).flatten(dim - 1, dim).to(dtype)
 
 
 def check(shape, fmt, scale, block, two_d):
@@ -340,15 +346,17 @@ def quantize(x, fmt="e1m2", scale="fp32", block=16, stochastic=False, generator=
     """
     f = check(x.shape, fmt, scale, block, two_d)
     bits = random_bytes((x.numel() // x.shape[-1], x.shape[-1]), x.device, generator) if stochastic else None
-    q, s, t = snap(x.detach().float().reshape(-1, x.shape[-1]), bits, -1, f, scale, block, two_d)
-    index, *index2 = (torch.bucketize(q.abs().contiguous(), torch.tensor(g.levels, device=x.device)).clamp(max=7)
-                      for g in (f, f.other) if g is not None)                   # NaN: any code will do
-    index = torch.where(s < 0, index2[0], index) if index2 else index
-    index = torch.where(q.signbit(), -index & 15 if f.twos_complement else index | 8, index)
-    codes = index.to(torch.uint8).reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
+    q = pack(x.reshape(-1, x.shape[-1]), bits, None, -1, f, scale, block, two_d)
+    return Quantized(q.codes.view(*x.shape[:-1], x.shape[-1] // 2), q.scale.view(*x.shape[:-1], x.shape[-1] // block),
+                     q.tensor_scale, f)
+
+
+def pack(x, bits, signs, dim, fmt, scale, block, two_d, alpha=None):
+    """RHT (unless signs is None) and quantize x (R, C) in blocks along dim -> Quantized. With dim -2 it lies as x does:
+    codes (R/2, C) and scales (R/block, C), a byte holding two neighbours in a column."""
+    codes, s, t = fused(rotate_pack, x, bits, signs, dim, fmt, scale, block, two_d, alpha)
     stored = {"fp32": torch.float32, "e4m3": torch.float8_e4m3fn, "e8m0": torch.float8_e8m0fnu}[scale[:4]]
-    s = s.to(stored).reshape(*x.shape[:-1], x.shape[-1] // block)
-    return Quantized(codes[..., 0] | codes[..., 1] << 4, s, t, f)
+    return Quantized(codes, s.to(stored), t, fmt)
 
 
 def fake_quantize(x, fmt="e1m2", scale="fp32", block=16, stochastic=False, generator=None, two_d=False):
@@ -356,47 +364,67 @@ def fake_quantize(x, fmt="e1m2", scale="fp32", block=16, stochastic=False, gener
     f = check(x.shape, fmt, scale, block, two_d)
     flat = x.reshape(-1, x.shape[-1])
     bits = random_bytes(flat.shape, x.device, generator) if stochastic else None
-    return fused(flat, bits, None, -1, f, scale, block, two_d, torch.float32).view(x.shape)
+    return fused(rotate_round, flat, bits, None, -1, f, scale, block, two_d, torch.float32).view(x.shape)
+
+
+def rotate(x, bits, signs, dim, fmt, scale, block, two_d, alpha):
+    """RHT (unless signs is None) and snap x (R, C) in blocks along dim; elementwise ops throughout, but for `alpha`,
+    which changes the tensor scale so that the slope <Q(x), x> / <x, x> is alpha."""
+    x = x.float() if signs is None else rht(x, signs, len(signs), dim)
+    q, s, t = snap(x, bits, dim, fmt, scale, block, two_d)
+    if alpha is not None:
+        t = t * (alpha * (x * x).sum() / ((q * s.abs() * t).flatten(dim - 1, dim) * x).sum().clamp(min=TINY))
+    return q, s, t
 
 
 def rotate_round(x, bits, signs, dim, fmt, scale, block, two_d, dtype, alpha=None):
-    """RHT (unless signs is None), quantize, dequantize x (R, C) in blocks along dim; elementwise ops throughout, but
-    for `alpha`, which rescales the result so that <Q(x), x> / <x, x> is alpha."""
-    x = x.float() if signs is None else rht(x, signs, len(signs), dim)
-    q, s, t = snap(x, bits, dim, fmt, scale, block, two_d)
+    """x (R, C) -> its quantized values."""
+    q, s, t = rotate(x, bits, signs, dim, fmt, scale, block, two_d, alpha)
     v = q * s.abs() * t
     if fmt.twos_complement:                     # INT4 has one zero: -0.0, which its codes can't say, becomes +0.0
         v = torch.where(q == 0, v.abs(), v)
-    v = v.flatten(dim - 1, dim)
-    if alpha is not None:
-        v = v * (alpha * (x * x).sum() / (v * x).sum().clamp(min=TINY))
-    return v.to(dtype)
+    return v.flatten(dim - 1, dim).to(dtype)
 
 
-def fused(x, *args):
-    """rotate_round, through torch.compile where that pays: one pass over memory in place of thirty, the same bits.
-    Compiling takes seconds, once per combination of arguments; small tensors do without."""
+def rotate_pack(x, bits, signs, dim, fmt, scale, block, two_d, alpha=None):
+    """x (R, C) -> its codes, packed along dim, block scales, tensor scale."""
+    q, s, t = rotate(x, bits, signs, dim, fmt, scale, block, two_d, alpha)
+    low, high = (encode(v, s, fmt) for v in q.unflatten(dim, (-1, 2)).unbind(dim))
+    return (low | high << 4).flatten(dim - 1, dim).to(torch.uint8), s.squeeze(dim), t
+
+
+def encode(q, s, fmt):
+    """The nibbles of values on the grid, int32. A magnitude's code counts the levels up to it (NaN: any will do)."""
+    code, *code2 = (sum((q.abs() >= level).to(torch.int32) for level in f.levels[1:])
+                    for f in (fmt, fmt.other) if f is not None)
+    code = torch.where(s < 0, code2[0], code) if code2 else code
+    return torch.where(q.view(torch.int32) < 0, -code & 15 if fmt.twos_complement else code | 8, code)
+
+
+def fused(f, x, *args):
+    """f, one of the three above, through torch.compile where that pays: one pass over memory in place of thirty, the
+    same bits. Compiling takes seconds, once per combination of arguments; small tensors do without."""
     x = x.detach()
     plain = x.numel() < 2**14 or type(x) is not torch.Tensor or x.is_meta       # small, or a stand-in without data
     if plain or torch.compiler.is_compiling() or not can_compile(x.device.type):
-        return rotate_round(x, *args)
+        return f(x, *args)
     # Sizes of x may vary; the rest, the format's numbers above all, are constants of the compiled code.
     try:
         with torch._dynamo.config.patch(specialize_int=True, specialize_float=True, recompile_limit=64):
-            return compiled()(x, *args)
+            return compiled(f)(x, *args)
     except torch._dynamo.exc.TorchDynamoException as e:     # such as a library half written when a process was killed
         warnings.warn("torch.compile failed, so quantization runs uncompiled and several times slower; deleting its "
                       f"cache ({torch._inductor.codecache.cache_dir()}) may help: {str(e).splitlines()[0]}")
-        return rotate_round(x, *args)
+        return f(x, *args)
 
 
 @functools.cache
-def compiled():
+def compiled(f):
     import torch._inductor.config as config
     # On a GPU, a compiled "/" may be off by an ulp; ask for IEEE's, where this torch knows the option.
     known = hasattr(getattr(config, "eager_numerics", None), "division_rounding")
     options = {"eager_numerics.division_rounding": True} if known else None
-    return torch.compile(rotate_round, dynamic=True, options=options)
+    return torch.compile(f, dynamic=True, options=options)
 
 
 @functools.cache
@@ -458,6 +486,10 @@ class Recipe:
         """What in_features and out_features must be multiples of, and tokens are padded to."""
         return max(self.block, self.rht_block if self.rht else 1)
 
+    def format_of(self, operand, gemm):
+        """The Format of an operand in a GEMM; where `swap` names both, the operand's."""
+        return self.swapped.get(operand) or self.swapped.get(gemm) or self.format
+
 
 RECIPES = {r.name: r for r in (
     Recipe("bf16", fmt=None),
@@ -494,65 +526,182 @@ def get_recipe(recipe):
 # 7. The three GEMMs
 
 
-def quantize_operand(x, operand, gemm, dim, recipe):
-    """One operand of one GEMM, quantized along dim (-1 or -2), which that GEMM contracts. Shape and dtype kept."""
-    flat = x.reshape(-1, x.shape[-1])           # the experts of W (E, N, K) stack up: N is a multiple of the block
-    bits = random_bytes(flat.shape, x.device) if operand in recipe.sr else None
-    signs = recipe.signs if gemm in recipe.rht else None
-    two_d = recipe.two_d and operand == "w"
-    fmt = recipe.swapped.get(operand) or recipe.swapped.get(gemm) or recipe.format
-    alpha = recipe.alpha if bits is None else None
-    return fused(flat, bits, signs, dim, fmt, recipe.scale, recipe.block, two_d, x.dtype, alpha).view(x.shape)
+# Two implementations of one arithmetic: the functions above, which emulate, and kernels.py, whose Triton kernels pack
+# real 4-bit operands on a GPU. `path` says which: None for the reference, else a path of kernels.route. The environment
+# variable UFP4_BACKEND = torch forces the reference, triton the kernels.
 
 
-def matmul(a, b, offs):
-    """a @ b, or with offs one product per group of rows (contracted rows, if b is 2-D)."""
-    return a @ b if offs is None else F.grouped_mm(a, b, offs=offs)
+def choose_path(recipe, device, dtype, aligned):
+    return cached_path(os.environ.get("UFP4_BACKEND"), recipe, device, dtype, aligned)
 
 
-def pad_tokens(x, offs, unit):
-    """Pad the tokens of x (M, C) with zeros until each group fills whole blocks; returns it with its offsets.
+choose_path._dynamo_marked_constant = True      # torch.compiler.assume_constant_result, less its slow imports
+
+
+@functools.cache
+def cached_path(backend, recipe, device, dtype, aligned):
+    """The path of a layer's GEMMs. Says once why a GPU does without the kernels, or without its best path. ValueError
+    for an unknown backend; if triton is asked for, whatever keeps the kernels from running here."""
+    if backend not in (None, "", "torch", "triton"):
+        raise ValueError(f"UFP4_BACKEND is torch (the reference), triton (the kernels) or unset; got {backend!r}")
+    if backend == "torch" or backend != "triton" and device.type != "cuda":
+        return None
+    try:
+        import kernels
+        kernels.require(recipe, device, dtype)
+    except Exception as e:
+        if backend == "triton":
+            raise
+        warnings.warn(f"recipe {recipe.name!r} runs on the reference path, several times slower: {e}")
+        return None
+    path, why = kernels.route(recipe, kernels.architecture(device))
+    if path != kernels.route(recipe, kernels.architecture(device), version=(math.inf,))[0]:
+        warnings.warn(f"recipe {recipe.name!r} takes the slower path {path!r}: {why}")
+    return path if aligned else "cublas"
+
+
+def quantize_operand(x, operand, recipe, path, dtype, rows=None, cols=None, keep=False):
+    """X, W or dY, (R, C), for the GEMMs that it enters: GEMM `rows` contracts its rows, GEMM `cols` its columns.
+
+    Returns both operands (None for a GEMM not named), each with the dimension that its GEMM contracts, and that has the
+    blocks, last: (R, C) and (C, R). The experts of W (E, N, K) stack up to (E N, K), N being whole blocks. An operand
+    is packed 4-bit codes and scales on a path of the kernels, which read x once for both. The reference multiplies
+    values, in `dtype`, so it packs columns only to `keep` them for the backward pass.
+    """
+    x, stochastic, two_d = x.reshape(-1, x.shape[-1]), operand in recipe.sr, recipe.two_d and operand == "w"
+    signs = [recipe.signs if gemm in recipe.rht else None for gemm in (rows, cols)]
+    if path:
+        import kernels
+        seed = torch.randint(2**63 - 1, (1,), device=x.device) if stochastic else None
+        return kernels.quantize(x, recipe.format, recipe.scale, recipe.block, bool(rows), bool(cols), *signs, seed,
+                                two_d=two_d, swizzle=path != "cublas")
+
+    def reference(dim, gemm, signs):
+        bits = random_bytes(x.shape, x.device) if stochastic else None
+        args = (x, bits, signs, dim, recipe.format_of(operand, gemm), recipe.scale, recipe.block, two_d)
+        alpha = None if stochastic else recipe.alpha
+        return pack(*args, alpha) if keep and dim == -2 else fused(rotate_round, *args, dtype, alpha)
+
+    a, b = reference(-1, rows, signs[0]) if rows else None, reference(-2, cols, signs[1]) if cols else None
+    return a, b if b is None or keep else b.mT
+
+
+def matmul(a, b, path, dtype, offs=None, stacked=None):
+    """Operands A (M, K) and B (N, K) -> A B^T (M, N) in `dtype`.
+
+    With offs, one product a group: of the rows of A with an expert of B, which stack up along B's dimension `stacked`;
+    or, where that is None, of the columns of both.
+    """
+    if path:
+        import kernels
+        return kernels.matmul(a, b, path, dtype, offs=offs, stacked=stacked)
+    if offs is None:
+        return a @ b.mT
+    if stacked is not None:
+        b = b.unflatten(stacked, (len(offs), -1)).movedim(stacked, 0)           # (E, N, K)
+    return F.grouped_mm(a, b.mT, offs=offs)
+
+
+WEIGHTS = None                                  # inside quantized_once, what has been quantized
+
+
+@contextlib.contextmanager
+def quantized_once():
+    """A context in which each weight is quantized once, however often it is used: put it around the micro-batches of an
+    optimizer step. It holds every weight's operands until it ends, on the kernels' paths in 4 bits. Eager mode only."""
+    global WEIGHTS
+    before, WEIGHTS = WEIGHTS, {}
+    try:
+        yield
+    finally:
+        WEIGHTS = before
+
+
+def quantize_weight(w, recipe, path, dtype, rows=None, cols=None):
+    """quantize_operand of W, or what it returned for these very values before."""
+    if WEIGHTS is None or torch.compiler.is_compiling():
+        return quantize_operand(w, "w", recipe, path, dtype, rows, cols)
+    key = (id(w), w._version, recipe, path, dtype)
+    if key not in WEIGHTS:                      # which keeps w too: its id is not given to another
+        WEIGHTS[key] = w, quantize_operand(w, "w", recipe, path, dtype, "fprop", "dgrad")
+    return WEIGHTS[key][1]
+
+
+def place_tokens(m, offs, unit, device):
+    """(rows, offs) that m tokens get when each group is filled with zeros to whole blocks; rows None: as they are.
 
     A zero quantizes to zero and adds nothing to a sum over tokens, so wgrad is unchanged, but no block straddles two
     experts. The padded length depends on shapes alone: asking the GPU how many rows it needs would stall it.
     """
     if offs is None:
-        return F.pad(x, (0, 0, 0, -len(x) % unit)), None
+        return None, None, -(-m // unit) * unit
     sizes = torch.diff(offs, prepend=offs.new_zeros(1))                         # unit 16, offs 5 5 40: sizes 5  0 35
     room = (sizes + unit - 1) // unit * unit                                    # rounded up:               16  0 48
     ends = torch.cumsum(room, 0)                                                # the padded groups end at  16 16 64
     shift = (ends - room) - (offs - sizes)                                      # each group moves by        0 11 11
-    rows = torch.arange(len(x), device=x.device)
-    to = rows + shift[torch.searchsorted(offs, rows, right=True)]
-    padded = x.new_zeros((len(x) + len(offs) * (unit - 1)) // unit * unit, x.shape[1])
-    return padded.index_copy_(0, to, x), ends.to(torch.int32)
+    tokens = torch.arange(m, device=device)
+    rows = tokens + shift[torch.searchsorted(offs, tokens, right=True)]
+    return rows, ends.to(torch.int32), (m + len(offs) * (unit - 1)) // unit * unit
+
+
+def spread(x, rows, total):
+    """Tokens x (m, C) -> (total, C), token i at rows[i], zeros elsewhere."""
+    if rows is None:
+        return x if len(x) == total else F.pad(x, (0, 0, 0, total - len(x)))
+    return x.new_zeros(total, x.shape[1]).index_copy_(0, rows, x)
+
+
+def gather(y, rows, m):
+    """The inverse: (total, C) -> (m, C)."""
+    if rows is None:
+        return y if len(y) == m else F.pad(y, (0, 0, 0, m - len(y)))
+    return y[rows]
 
 
 class QuantizedMatmul(torch.autograd.Function):
-    """Y = X W^T with all three training GEMMs on quantized operands. `q` names operand, GEMM and blocked dimension."""
+    """Y = X W^T with all three training GEMMs on quantized operands. Between the passes it keeps X's operand of GEMM 3,
+    in 4 bits, and not X; W is at hand in any case. M here includes the zeros that fill up blocks of tokens."""
 
     @staticmethod
-    def forward(ctx, x, w, offs, recipe):
-        q = functools.partial(quantize_operand, recipe=recipe)
-        ctx.save_for_backward(x, w, offs)
-        ctx.recipe = recipe
-        # GEMM 1, fprop: Y (M, N) = X (M, K) W^T (K, N), blocks along K
-        return matmul(q(x, "x", "fprop", -1), q(w, "w", "fprop", -1).to(x.dtype).mT, offs)
+    def forward(ctx, x, w, offs, recipe, path, training):
+        m, unit = len(x), recipe.unit if path in (None, "cublas") else max(32, recipe.unit)
+        rows, offs, total = place_tokens(m, offs, unit, x.device)
+        how = dict(recipe=recipe, path=path, dtype=x.dtype)
+        x_rows, x_cols = quantize_operand(spread(x, rows, total), "x", **how, rows="fprop",
+                                          cols="wgrad" if training else None, keep=True)
+        w_rows, _ = quantize_weight(w, **how, rows="fprop")
+        # GEMM 1, fprop: Y (M, N) = X (M, K) W (N, K)^T, blocks along K
+        y = matmul(x_rows, w_rows, path, x.dtype, offs, stacked=0)
+        ctx.how, ctx.total = how, total
+        kept = (x_cols.codes, x_cols.scale, x_cols.tensor_scale) if training else ()
+        ctx.save_for_backward(w, rows, offs, *(t if isinstance(t, torch.Tensor) else None for t in kept))
+        return gather(y, rows, m)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
-        q = functools.partial(quantize_operand, recipe=ctx.recipe)
-        x, w, offs = ctx.saved_tensors
-        dx = dw = None
-        if ctx.needs_input_grad[0]:
-            # GEMM 2, dgrad: dX (M, K) = dY (M, N) W (N, K), blocks along N
-            dx = matmul(q(dy, "dy", "dgrad", -1), q(w, "w", "dgrad", -2).to(dy.dtype), offs)
-        if ctx.needs_input_grad[1]:
-            # GEMM 3, wgrad: dW (N, K) = dY^T (N, M) X (M, K), blocks along M
-            (dy, ends), (x, _) = pad_tokens(dy, offs, ctx.recipe.unit), pad_tokens(x, offs, ctx.recipe.unit)
-            dw = matmul(q(dy, "dy", "wgrad", -2).mT, q(x, "x", "wgrad", -2), ends).to(w.dtype)
-        return dx, dw, None, None
+        w, rows, offs, *kept = ctx.saved_tensors
+        need_dx, need_dw, how, m = *ctx.needs_input_grad[:2], ctx.how, len(dy)
+        path, dx, dw = how["path"], None, None
+        dy_rows, dy_cols = quantize_operand(spread(dy, rows, ctx.total), "dy", **how, rows="dgrad" if need_dx else None,
+                                            cols="wgrad" if need_dw else None)
+        if need_dx:
+            # GEMM 2, dgrad: dX (M, K) = dY (M, N) W^T (K, N)^T, blocks along N
+            _, w_cols = quantize_weight(w, **how, cols="dgrad")
+            dx = gather(matmul(dy_rows, w_cols, path, dy.dtype, offs, stacked=1), rows, m)
+        if need_dw:
+            # GEMM 3, wgrad: dW (N, K) = dY^T (N, M) X^T (K, M)^T, blocks along M
+            dw = matmul(dy_cols, restore(kept, **how), path, dy.dtype, offs).view(w.shape).to(w.dtype)
+        return dx, dw, None, None, None, None
+
+
+def restore(kept, recipe, path, dtype):
+    """The operand whose codes, scales and tensor scale were kept."""
+    codes, scale, t = kept
+    if path:
+        import kernels
+        return kernels.Packed(codes, scale, t, recipe.format, recipe.scale, recipe.block, path != "cublas")
+    return Quantized(codes, scale, 1.0 if t is None else t, recipe.format_of("x", "wgrad")).dequantize(-2, dtype).mT
 
 
 def linear(x, w, recipe, offs=None):
@@ -575,7 +724,11 @@ def linear(x, w, recipe, offs=None):
     if recipe.fmt is None:
         return F.linear(x, w.to(x.dtype)) if offs is None else F.grouped_mm(x, w.to(x.dtype).mT, offs=offs)
     check_features(*w.shape[-2:], recipe)
-    return QuantizedMatmul.apply(x.reshape(-1, x.shape[-1]), w, offs, recipe).view(*x.shape[:-1], w.shape[-2])
+    aligned = offs is None and w.shape[-1] % 32 == w.shape[-2] % 32 == 0        # packed rows of whole 16 bytes
+    path = choose_path(recipe, x.device, x.dtype, aligned)
+    training = torch.is_grad_enabled() and w.requires_grad
+    y = QuantizedMatmul.apply(x.reshape(-1, x.shape[-1]), w, offs, recipe, path, training)
+    return y.view(*x.shape[:-1], w.shape[-2])
 
 
 def check_features(n, k, recipe, name="a linear layer"):
