@@ -539,8 +539,8 @@ def kernel_speeds(sizes, time, device, compiled):
     yield "cuBLAS bf16", cublas, 2 * n**3 / cublas[0] / 1e9, "TFLOP/s"
 
     def quantize(x=x, cols=False, signs=recipe.signs, seed=None, swizzle=False):
-        return kernels.quantize(x, recipe.format, recipe.scale, recipe.block, True, cols, signs, signs if cols else None,
-                                seed, swizzle=swizzle)
+        return kernels.quantize(x, recipe.format, recipe.scale, recipe.block, True, cols, signs,
+                                signs if cols else None, seed, swizzle=swizzle)
 
     seed = torch.zeros(1, dtype=torch.int64, device=device)
     names = iter(SPEEDS)

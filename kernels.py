@@ -629,9 +629,9 @@ def matmul(a, b, path, dtype=torch.bfloat16, arch=None, offs=None, stacked=None)
             z = torch.nn.functional.grouped_mm(x, y.mT, offs=offs)
         elif a.tensor_scale is None and dtype == torch.bfloat16:
             return x @ y.T
-        else:                               # in float32, so that nothing is rounded before the tensor scales are applied
+        else:                           # float32, so that nothing is rounded before the tensor scales are applied
             z = torch.mm(x, y.T, out_dtype=torch.float32) if x.is_cuda else x.float() @ y.T.float()
-        return (z if a.tensor_scale is None else z * a.tensor_scale * b.tensor_scale).to(dtype)
+        return (z if a.tensor_scale is None else z.float() * a.tensor_scale * b.tensor_scale).to(dtype)
     if not (a.swizzled and b.swizzled):
         raise ValueError(f"the path {path!r} reads swizzled scales: quantize with swizzle=True")
     return torch.ops.ufp4.matmul(a.codes, a.scale, a.tensor_scale, b.codes, b.scale, b.tensor_scale, path, a.kind,

@@ -481,17 +481,17 @@ def get_recipe(recipe):
 # variable UFP4_BACKEND = torch forces the reference, triton the kernels.
 
 
-def choose_path(recipe, device, dtype, aligned):
-    return cached_path(os.environ.get("UFP4_BACKEND"), recipe, device, dtype, aligned)
+def choose_path(recipe, device, dtype):
+    return cached_path(os.environ.get("UFP4_BACKEND"), recipe, device, dtype)
 
 
 choose_path._dynamo_marked_constant = True      # torch.compiler.assume_constant_result, less its slow imports
 
 
 @functools.cache
-def cached_path(backend, recipe, device, dtype, aligned):
-    """The path of a layer's GEMMs. Says once why a GPU does without the kernels, or without its best path. ValueError for
-    an unknown backend; if triton is asked for, whatever keeps the kernels from running here."""
+def cached_path(backend, recipe, device, dtype):
+    """The path of a layer's GEMMs. Says once why a GPU does without the kernels, or without its best path. Raises
+    ValueError for an unknown backend, and if triton is asked for, what keeps the kernels from running here."""
     if backend not in (None, "", "torch", "triton"):
         raise ValueError(f"UFP4_BACKEND is torch (the reference), triton (the kernels) or unset; got {backend!r}")
     if backend == "torch" or backend != "triton" and device.type != "cuda":
@@ -507,7 +507,7 @@ def cached_path(backend, recipe, device, dtype, aligned):
     path, why = kernels.route(recipe, kernels.architecture(device))
     if path != kernels.route(recipe, kernels.architecture(device), version=(math.inf,))[0]:
         warnings.warn(f"recipe {recipe.name!r} takes the slower path {path!r}: {why}")
-    return path if aligned else "cublas"
+    return path
 
 
 def quantize_operand(x, operand, recipe, path, dtype, rows=None, cols=None, keep=False):
@@ -569,10 +569,10 @@ def quantized_once():
 def quantize_weight(w, recipe, path, dtype, rows=None, cols=None):
     """quantize_operand of W, or what it returned for these very values before."""
     if WEIGHTS is None or torch.compiler.is_compiling():
-        return quantize_operand(w, "w", recipe, path, dtype, rows, cols)
+        return quantize_operand(w, "w", recipe, path, dtype, rows=rows, cols=cols)
     key = (id(w), w._version, recipe, path, dtype)
     if key not in WEIGHTS:                      # which keeps w too: its id is not given to another
-        WEIGHTS[key] = w, quantize_operand(w, "w", recipe, path, dtype, "fprop", "dgrad")
+        WEIGHTS[key] = w, quantize_operand(w, "w", recipe, path, dtype, rows="fprop", cols="dgrad")
     return WEIGHTS[key][1]
 
 
@@ -673,8 +673,9 @@ def linear(x, w, recipe, offs=None):
     if recipe.fmt is None:
         return F.linear(x, w.to(x.dtype)) if offs is None else F.grouped_mm(x, w.to(x.dtype).mT, offs=offs)
     check_features(*w.shape[-2:], recipe)
-    aligned = offs is None and w.shape[-1] % 32 == w.shape[-2] % 32 == 0        # packed rows of whole 16 bytes
-    path = choose_path(recipe, x.device, x.dtype, aligned)
+    path = choose_path(recipe, x.device, x.dtype)
+    if path and path != "cublas" and (offs is not None or w.shape[-1] % 32 or w.shape[-2] % 32):
+        path = "cublas"                         # groups, and packed rows that are not whole 16 bytes
     training = torch.is_grad_enabled() and w.requires_grad
     y = QuantizedMatmul.apply(x.reshape(-1, x.shape[-1]), w, offs, recipe, path, training)
     return y.view(*x.shape[:-1], w.shape[-2])
