@@ -1,5 +1,6 @@
 """Each test states one property and compares with an oracle of its own: enumerated codes, float64, brute force."""
 import dataclasses
+import functools
 import http.server
 import json
 import math
@@ -18,6 +19,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+import torch.utils.checkpoint
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"                # before triton is imported: its kernels run on the CPU
@@ -242,7 +244,7 @@ def test_fake_quantize_equals_dequantize_bit_for_bit(name):
 @pytest.mark.parametrize("dim", [-1, -2])
 @pytest.mark.parametrize("scale,block", SCALE_BLOCKS)
 def test_compiled_equals_eager_bit_for_bit(dim, scale, block):
-    """What torch.compile makes of rotate_round gives the bits of the plain one."""
+    """What torch.compile makes of rotate_round, rotate_pack and decode gives the bits of the plain ones."""
     if not ufp4.can_compile("cpu"):
         pytest.skip("no C++ compiler here")
     x = torch.randn(160, 192, generator=gen()) * 10 ** torch.randn(160, 1, generator=gen(1))
@@ -253,7 +255,13 @@ def test_compiled_equals_eager_bit_for_bit(dim, scale, block):
             continue
         bits = ufp4.random_bytes(x.shape, "cpu", gen()) if stochastic else None
         args = (x, bits, signs, dim, get_format(name), scale, block, False, torch.float32)
-        assert x.numel() >= 2**14 and same_bits(ufp4.fused(*args), ufp4.rotate_round(*args))
+        plain = ufp4.rotate_round(*args)
+        assert x.numel() >= 2**14 and same_bits(ufp4.fused(ufp4.rotate_round, *args), plain)
+        if dim == -2 and not stochastic:                # packed and unpacked again, as a layer keeps its input
+            q, (codes, s, _) = ufp4.pack(*args[:-1]), ufp4.rotate_pack(*args[:-1])
+            meant = ~s.isnan().repeat_interleave(block // 2, 0)
+            assert ((q.codes == codes) | ~meant).all() and same_bits(q.scale.float(), s)
+            assert same_bits(q.dequantize(-2), plain)
 
 
 def test_transposed_blocks_are_the_blocks_of_the_transpose():
@@ -1506,6 +1514,33 @@ def test_quantized_once_is_once_a_weight_and_changes_nothing(path, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(plain, once)) and ufp4.WEIGHTS is None
 
 
+@pytest.mark.parametrize("path", ["torch", "triton"])
+def test_recomputed_activations_replay_the_noise(path, monkeypatch):
+    """With activation checkpointing, and in the same seed's next run, the same gradients; not in another seed's."""
+    needs(path)
+    monkeypatch.setenv("UFP4_BACKEND", path)
+    recipe = dataclasses.replace(RECIPES["ufp4"], sr=ufp4.OPERANDS)
+    layer = ufp4.Linear(32, 32, recipe=recipe).to(DEVICE)
+    x = torch.randn(16, 32, generator=gen()).to(DEVICE).requires_grad_()
+
+    def gradient(seed, f):
+        torch.manual_seed(seed)
+        return torch.autograd.grad(f(x).sum(), layer.weight)[0]
+
+    again = functools.partial(torch.utils.checkpoint.checkpoint, layer, use_reentrant=False)
+    assert torch.equal(gradient(0, layer), gradient(0, layer)) and torch.equal(gradient(0, again), gradient(0, again))
+    assert not torch.equal(gradient(0, layer), gradient(1, layer))
+    # Recomputing draws X's noise of the forward pass again: what the first pass kept, and this one, are the same.
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        torch.manual_seed(0)
+        layer(x)
+    inner, plain = [], ufp4.restore
+    monkeypatch.setattr(ufp4, "restore", lambda k, *args, **more: inner.append(k) or plain(k, *args, **more))
+    gradient(0, again)
+    assert any(torch.equal(inner[0][0], t) for t in kept if t.dtype == torch.uint8)
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # The kernels behind the linear layers
 
@@ -1598,6 +1633,32 @@ def test_kernels_multiply_the_operands_of_the_three_gemms(name, grouped, monkeyp
             one = ((a[:, group], b[:, group], got[e]) if inner is None else
                    (a[group], b[e * 96:][:96] if inner == 64 else b[:, e * 96:][:, :96], got[group]))
             assert within(one[2], *one[:2], rounded, 1 + (RECIPES[name].scale == "e4m3"))
+
+
+# The interpreter's dot_scaled is right from 3.8 on, with E8M0 scales.
+@pytest.mark.parametrize("name,path", [("mxfp4", "fp4"), ("ufp4-mx", "fp8")])
+def test_a_layer_on_blackwells_paths_equals_the_reference(name, path, monkeypatch):
+    """Swizzled operands, kept ones too, and tokens filled up to whole rows for the copy engine: both passes are exact
+    up to the order of the sums; where features are not whole rows the layer takes the path by cuBLAS."""
+    needs("triton")
+    if not kernels.INTERPRET:
+        pytest.skip("runs where the hardware has such a path, or in the interpreter")
+    monkeypatch.setattr(kernels, "architecture", lambda device: "sm_120")
+    ufp4.cached_path.cache_clear()
+    recipe = dataclasses.replace(RECIPES[name], sr=())
+    asked, plain = [], kernels.matmul
+    monkeypatch.setattr(kernels, "matmul", lambda a, b, p, *args, **k: asked.append(p) or plain(a, b, p, *args, **k))
+    results = []
+    for backend in ("triton", "torch"):
+        monkeypatch.setenv("UFP4_BACKEND", backend)
+        x, w = randn(40, 64).requires_grad_(), randn(96, 64, seed=1).requires_grad_()
+        y = ufp4.linear(x, w, recipe)
+        results.append((y, *torch.autograd.grad(y, (x, w), randn(40, 96, seed=2))))
+    assert asked == [path] * 3 and all(close(a, b, 96) for a, b in zip(*results))
+    monkeypatch.setenv("UFP4_BACKEND", "triton")
+    ufp4.linear(randn(40, 48), randn(96, 48), dataclasses.replace(RECIPES["nvfp4"], rht=()))
+    assert asked[3:] == ["cublas"]
+    ufp4.cached_path.cache_clear()
 
 
 @pytest.mark.parametrize("name", ["ufp4", "nvfp4"])
