@@ -719,7 +719,7 @@ def bench_dispatch(args):
             path, why = kernels.route(recipe, arch)
             row = {"recipe": recipe.name, "arch": arch, "path": path, "why": why}
             line = f"{recipe.name:14} {arch:7} {path:7}"
-            if path != "bf16":
+            if path not in ("bf16", "reference"):
                 r = lowering("decode" if path == "cublas" else path, arch, recipe.fmt, recipe.scale, recipe.block)
                 row.update(r)
                 spills = "?" if r.get("spills") is None else r["spills"]
@@ -793,8 +793,8 @@ def kernel_speeds(sizes, time, device, compiled):
     yield "cuBLAS bf16", cublas, 2 * n**3 / cublas[0] / 1e9, "TFLOP/s"
 
     def quantize(x=x, cols=False, signs=recipe.signs, seed=None, swizzle=False):
-        return kernels.quantize(x, recipe.format, recipe.scale, recipe.block, True, cols, signs, signs if cols else None,
-                                seed, swizzle=swizzle)
+        return kernels.quantize(x, recipe.format, recipe.scale, recipe.block, True, cols, signs,
+                                signs if cols else None, seed, swizzle=swizzle)
 
     seed = torch.zeros(1, dtype=torch.int64, device=device)
     names = iter(SPEEDS)

@@ -629,9 +629,9 @@ def matmul(a, b, path, dtype=torch.bfloat16, arch=None, offs=None, stacked=None)
             z = torch.nn.functional.grouped_mm(x, y.mT, offs=offs)
         elif a.tensor_scale is None and dtype == torch.bfloat16:
             return x @ y.T
-        else:                               # in float32, so that nothing is rounded before the tensor scales are applied
+        else:                           # float32, so that nothing is rounded before the tensor scales are applied
             z = torch.mm(x, y.T, out_dtype=torch.float32) if x.is_cuda else x.float() @ y.T.float()
-        return (z if a.tensor_scale is None else z * a.tensor_scale * b.tensor_scale).to(dtype)
+        return (z if a.tensor_scale is None else z.float() * a.tensor_scale * b.tensor_scale).to(dtype)
     if not (a.swizzled and b.swizzled):
         raise ValueError(f"the path {path!r} reads swizzled scales: quantize with swizzle=True")
     return torch.ops.ufp4.matmul(a.codes, a.scale, a.tensor_scale, b.codes, b.scale, b.tensor_scale, path, a.kind,
@@ -687,14 +687,15 @@ def supports(recipe):
     """Whether these kernels quantize as a recipe (of ufp4.py) says. What they do not know, they do not support."""
     return (re.fullmatch(r"(e2m1|e1m2|int4)(-max[\d.]+)?", recipe.fmt) is not None and recipe.scale in STORED
             and recipe.block in (16, 32) and (not recipe.rht or recipe.rht_block in (16, 32))
-            and not getattr(recipe, "swap", ()) and getattr(recipe, "slope", None) is None)
+            and not recipe.swap and recipe.alpha is None)
 
 
 def require(recipe, device, dtype):
     """Raise what keeps a linear layer from using these kernels. Runs one, which takes a working compiler."""
     if not supports(recipe):
         raise ValueError("the Triton kernels have the formats e2m1, e1m2 and int4, the scales fp32, e4m3 and e8m0, and "
-                         f"blocks and Hadamard matrices of 16 and 32; recipe {recipe.name!r} has others")
+                         "blocks and Hadamard matrices of 16 and 32, the same for all operands and without a slope; "
+                         f"recipe {recipe.name!r} differs")
     x = torch.zeros(32, 32, dtype=dtype, device=device)
     check(x, recipe.block, recipe.unit, True, True)
     try:
@@ -705,9 +706,11 @@ def require(recipe, device, dtype):
 
 def route(recipe, arch, version=VERSION):
     """(path, why) that a recipe takes on an architecture; `matmul` says what the paths are, "bf16" is no quantization.
-    `recipe` has the fields fmt, scale and block of an ufp4.Recipe."""
+    `recipe` is an ufp4.Recipe, or has its fields; "reference" is the emulation in ufp4.py."""
     if recipe.fmt is None:
         return "bf16", "nothing is quantized"
+    if not supports(recipe):
+        return "reference", "the kernels do not have its formats or scales"
     fmt, kind = recipe.fmt.partition("-max")[0], (recipe.scale, recipe.block)
     if recipe.scale == "fp32":
         return "cublas", "no tensor core applies FP32 block scales"

@@ -1,5 +1,6 @@
 """Each test states one property and compares with an oracle of its own: enumerated codes, float64, brute force."""
 import dataclasses
+import functools
 import http.server
 import json
 import math
@@ -18,6 +19,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+import torch.utils.checkpoint
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"                # before triton is imported: its kernels run on the CPU
@@ -262,7 +264,7 @@ def test_fake_quantize_equals_dequantize_bit_for_bit(name):
 @pytest.mark.parametrize("dim", [-1, -2])
 @pytest.mark.parametrize("scale,block", SCALE_BLOCKS)
 def test_compiled_equals_eager_bit_for_bit(dim, scale, block):
-    """What torch.compile makes of rotate_round gives the bits of the plain one."""
+    """What torch.compile makes of rotate_round, rotate_pack and decode gives the bits of the plain ones."""
     if not ufp4.can_compile("cpu"):
         pytest.skip("no C++ compiler here")
     x = torch.randn(160, 192, generator=gen()) * 10 ** torch.randn(160, 1, generator=gen(1))
@@ -273,7 +275,13 @@ def test_compiled_equals_eager_bit_for_bit(dim, scale, block):
             continue
         bits = ufp4.random_bytes(x.shape, "cpu", gen()) if stochastic else None
         args = (x, bits, signs, dim, get_format(name), scale, block, False, torch.float32)
-        assert x.numel() >= 2**14 and same_bits(ufp4.fused(*args), ufp4.rotate_round(*args))
+        plain = ufp4.rotate_round(*args)
+        assert x.numel() >= 2**14 and same_bits(ufp4.fused(ufp4.rotate_round, *args), plain)
+        if dim == -2 and not stochastic:                # packed and unpacked again, as a layer keeps its input
+            q, (codes, s, _) = ufp4.pack(*args[:-1]), ufp4.rotate_pack(*args[:-1])
+            meant = ~s.isnan().repeat_interleave(block // 2, 0)
+            assert ((q.codes == codes) | ~meant).all() and same_bits(q.scale.float(), s)
+            assert same_bits(q.dequantize(-2), plain)
 
 
 def test_transposed_blocks_are_the_blocks_of_the_transpose():
@@ -1523,11 +1531,11 @@ class TestKernels:
 
 
 def kept_bytes(recipe, path, monkeypatch, training=True):
-    """Bytes that autograd keeps for the input X (256, 128) of a layer, over what bfloat16 would take; the weight, which is
-    at hand anyway, not counted."""
+    """Bytes that autograd keeps for the input X (128, 64) of a layer, over bfloat16's. The weight doesn't count: it
+    is at hand anyway."""
     monkeypatch.setenv("UFP4_BACKEND", path)
-    x = torch.randn(256, 128, generator=gen(), device="cpu").to(DEVICE).requires_grad_()
-    w = torch.randn(64, 128, generator=gen(1)).to(DEVICE).requires_grad_(training)
+    x = torch.randn(128, 64, generator=gen()).to(DEVICE).requires_grad_()
+    w = torch.randn(64, 64, generator=gen(1)).to(DEVICE).requires_grad_(training)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         y = ufp4.linear(x, w, recipe)
@@ -1558,7 +1566,8 @@ def quantizations(monkeypatch):
 def test_only_what_a_gradient_needs_is_quantized(monkeypatch):
     calls = quantizations(monkeypatch)
     x, w = torch.randn(16, 32, requires_grad=True), torch.randn(16, 32, requires_grad=True)
-    for a, b, backward in ((x, w, [("dy", "dgrad", "wgrad"), ("w", None, "dgrad")]), (x.detach(), w, [("dy", None, "wgrad")]),
+    for a, b, backward in ((x, w, [("dy", "dgrad", "wgrad"), ("w", None, "dgrad")]),
+                           (x.detach(), w, [("dy", None, "wgrad")]),
                            (x, w.detach(), [("dy", "dgrad", None), ("w", None, "dgrad")])):
         calls.clear()
         y = ufp4.linear(a, b, "ufp4")
@@ -1600,6 +1609,33 @@ def test_quantized_once_is_once_a_weight_and_changes_nothing(path, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(plain, once)) and ufp4.WEIGHTS is None
 
 
+@pytest.mark.parametrize("path", ["torch", "triton"])
+def test_recomputed_activations_replay_the_noise(path, monkeypatch):
+    """With activation checkpointing, and in the same seed's next run, the same gradients; not in another seed's."""
+    needs(path)
+    monkeypatch.setenv("UFP4_BACKEND", path)
+    recipe = dataclasses.replace(RECIPES["ufp4"], sr=ufp4.OPERANDS)
+    layer = ufp4.Linear(32, 32, recipe=recipe).to(DEVICE)
+    x = torch.randn(16, 32, generator=gen()).to(DEVICE).requires_grad_()
+
+    def gradient(seed, f):
+        torch.manual_seed(seed)
+        return torch.autograd.grad(f(x).sum(), layer.weight)[0]
+
+    again = functools.partial(torch.utils.checkpoint.checkpoint, layer, use_reentrant=False)
+    assert torch.equal(gradient(0, layer), gradient(0, layer)) and torch.equal(gradient(0, again), gradient(0, again))
+    assert not torch.equal(gradient(0, layer), gradient(1, layer))
+    # Recomputing draws X's noise of the forward pass again: what the first pass kept, and this one, are the same.
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        torch.manual_seed(0)
+        layer(x)
+    inner, plain = [], ufp4.restore
+    monkeypatch.setattr(ufp4, "restore", lambda k, *args, **more: inner.append(k) or plain(k, *args, **more))
+    gradient(0, again)
+    assert any(torch.equal(inner[0][0], t) for t in kept if t.dtype == torch.uint8)
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # The kernels behind the linear layers
 
@@ -1612,8 +1648,8 @@ def needs(path):
 def same_noise(monkeypatch, seed):
     """Both backends draw the noise of `seed`: the reference as kernels.noise lays it out, for columns transposed."""
     def drawn(shape, device, generator=None):
-        col = drawn.stream
-        return kernels.noise(seed, *shape).to(device) if not col else kernels.noise(seed, *shape[::-1], stream=1).mT.to(device)
+        bits = kernels.noise(seed, *(shape[::-1] if drawn.stream else shape), stream=drawn.stream, device=device)
+        return bits.mT if drawn.stream else bits
 
     monkeypatch.setattr(ufp4, "random_bytes", drawn)
     monkeypatch.setattr(torch, "randint", lambda *_, device, **__: torch.tensor([seed], device=device))
@@ -1648,13 +1684,14 @@ def test_wiring_fuzz(seed, monkeypatch):
 
 def exact(p):
     """Float64 of a packed operand with plain scales."""
-    return ufp4.Quantized(p.codes, p.scale, 1.0 if p.tensor_scale is None else p.tensor_scale, p.fmt).dequantize().double()
+    t = 1.0 if p.tensor_scale is None else p.tensor_scale
+    return ufp4.Quantized(p.codes, p.scale, t, p.fmt).dequantize().double()
 
 
 def within(got, a, b, rounded, results=0):
-    """|got - a b^T| is at most what the arithmetic can lose, for float64 operands a (M, K), b (N, K): if they were rounded to
-    bfloat16 each by 2^-8 of itself, the K additions in float32 2^-23 of their terms each, and then the sum is rounded
-    to bfloat16 `results` times."""
+    """|got - a b^T| is at most what the arithmetic can lose, for float64 operands a (M, K), b (N, K): 2^-8 of each, if
+    they were `rounded` to bfloat16; 2^-23 of the terms with each of K additions in float32 (2^-24, and tensor cores
+    may truncate); and 2^-8 of the sum whenever it is rounded to bfloat16, `results` times."""
     terms = a.abs() @ b.abs().T
     lost = terms * (((1 + 2.0**-8) ** 2 - 1 if rounded else 0) + a.shape[1] * 2.0**-23)
     return bool(((got.double() - a @ b.T).abs() <= lost + ((1 + 2.0**-8) ** results - 1) * (terms + lost)).all())
@@ -1667,13 +1704,18 @@ def test_kernels_multiply_the_operands_of_the_three_gemms(name, grouped, monkeyp
     needs("triton")
     monkeypatch.setenv("UFP4_BACKEND", "triton")
     sizes, seen, plain = [5, 0, 43] if grouped else [48], [], ufp4.matmul
-    monkeypatch.setattr(ufp4, "matmul", lambda *args, **more: seen.append((args, more, plain(*args, **more))) or seen[-1][2])
+
+    def spy(*args, **more):
+        seen.append((args, plain(*args, **more)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(ufp4, "matmul", spy)
     x = randn(48, 64).to(DEVICE).requires_grad_()
     w = randn(*([3] if grouped else []), 96, 64, seed=1).to(DEVICE).requires_grad_()
     y = ufp4.linear(x, w, name, torch.tensor(sizes).cumsum(0).to(DEVICE) if grouped else None)
     grads = torch.autograd.grad(y, (x, w), randn(48, 96, seed=2).to(DEVICE))
     assert [t.dtype for t in (y, *grads)] == [torch.float32] * 3 and len(seen) == 3
-    for ((a, b, path, *_), more, got), inner in zip(seen, (64, 96, None)):
+    for ((a, b, path, *_), got), inner in zip(seen, (64, 96, None)):
         if path != "cublas":                            # a GPU that multiplies natively has swizzled scales
             continue
         a, b, rounded = exact(a), exact(b), a.kind == "fp32"
@@ -1686,6 +1728,32 @@ def test_kernels_multiply_the_operands_of_the_three_gemms(name, grouped, monkeyp
             one = ((a[:, group], b[:, group], got[e]) if inner is None else
                    (a[group], b[e * 96:][:96] if inner == 64 else b[:, e * 96:][:, :96], got[group]))
             assert within(one[2], *one[:2], rounded, 1 + (RECIPES[name].scale == "e4m3"))
+
+
+# The interpreter's dot_scaled is right from 3.8 on, with E8M0 scales.
+@pytest.mark.parametrize("name,path", [("mxfp4", "fp4"), ("ufp4-mx", "fp8")])
+def test_a_layer_on_blackwells_paths_equals_the_reference(name, path, monkeypatch):
+    """Swizzled operands, kept ones too, and tokens filled up to whole rows for the copy engine: both passes are exact
+    up to the order of the sums; where features are not whole rows the layer takes the path by cuBLAS."""
+    needs("triton")
+    if not kernels.INTERPRET:
+        pytest.skip("runs where the hardware has such a path, or in the interpreter")
+    monkeypatch.setattr(kernels, "architecture", lambda device: "sm_120")
+    ufp4.cached_path.cache_clear()
+    recipe = dataclasses.replace(RECIPES[name], sr=())
+    asked, plain = [], kernels.matmul
+    monkeypatch.setattr(kernels, "matmul", lambda a, b, p, *args, **k: asked.append(p) or plain(a, b, p, *args, **k))
+    results = []
+    for backend in ("triton", "torch"):
+        monkeypatch.setenv("UFP4_BACKEND", backend)
+        x, w = randn(40, 64).requires_grad_(), randn(96, 64, seed=1).requires_grad_()
+        y = ufp4.linear(x, w, recipe)
+        results.append((y, *torch.autograd.grad(y, (x, w), randn(40, 96, seed=2))))
+    assert asked == [path] * 3 and all(close(a, b, 96) for a, b in zip(*results))
+    monkeypatch.setenv("UFP4_BACKEND", "triton")
+    ufp4.linear(randn(40, 48), randn(96, 48), dataclasses.replace(RECIPES["nvfp4"], rht=()))
+    assert asked[3:] == ["cublas"]
+    ufp4.cached_path.cache_clear()
 
 
 @pytest.mark.parametrize("name", ["ufp4", "nvfp4"])
@@ -1702,11 +1770,15 @@ def test_a_layer_compiles_without_graph_breaks_on_the_kernels(name, monkeypatch)
             y = f(x, w)
             return y, *torch.autograd.grad(y.square().sum(), (x, w))
 
-        recipe = dataclasses.replace(RECIPES[name], sr=())                      # the graph draws another stream
-        plain = results(lambda x, w: ufp4.linear(x, w, recipe, offs))
-        graph = results(torch.compile(lambda x, w: ufp4.linear(x, w, recipe, offs), fullgraph=True, backend="aot_eager"))
-        assert all(torch.equal(a, b) for a, b in zip(plain, graph))
-        noisy = torch.compile(lambda x, w: ufp4.linear(x, w, name, offs), fullgraph=True, backend="aot_eager")
+        def layer(recipe):
+            return lambda x, w: ufp4.linear(x, w, recipe, offs)
+
+        def graph(recipe):
+            return torch.compile(layer(recipe), fullgraph=True, backend="aot_eager")
+
+        plain = dataclasses.replace(RECIPES[name], sr=())                       # noise may be another stream in a graph
+        assert all(torch.equal(a, b) for a, b in zip(results(layer(plain)), results(graph(plain))))
+        noisy = graph(RECIPES[name])
         assert all(torch.equal(a, b) for a, b in zip(results(noisy), results(noisy)))
 
 
@@ -1732,7 +1804,7 @@ def test_backends_are_chosen_and_said(monkeypatch):
         ufp4.cached_path.cache_clear()
         with pytest.warns(UserWarning, match=f"runs on the reference path.*{message}") as said:
             for _ in range(3):
-                assert ufp4.choose_path(broken, gpu, torch.float32, True) is None
+                assert ufp4.choose_path(broken, gpu, torch.float32) is None
         assert len(said) == 1
     ufp4.cached_path.cache_clear()
     monkeypatch.setattr(kernels, "require", lambda *_: None)
@@ -1740,15 +1812,14 @@ def test_backends_are_chosen_and_said(monkeypatch):
     route = kernels.route                               # as an older Triton would take it
     monkeypatch.setattr(kernels, "route", lambda r, a, version=(3, 6): route(r, a, version))
     with pytest.warns(UserWarning, match="slower path 'cublas'.*Triton before 3.9") as said:
-        assert [ufp4.choose_path(RECIPES["ufp4-e4m3"], gpu, torch.float32, True) for _ in range(2)] == ["cublas"] * 2
-    assert len(said) == 1 and ufp4.choose_path(RECIPES["nvfp4"], gpu, torch.float32, True) == "fp4"
-    assert ufp4.choose_path(RECIPES["nvfp4"], gpu, torch.float32, False) == "cublas"        # rows of 16 bytes
+        assert [ufp4.choose_path(RECIPES["ufp4-e4m3"], gpu, torch.float32) for _ in range(2)] == ["cublas"] * 2
+    assert len(said) == 1 and ufp4.choose_path(RECIPES["nvfp4"], gpu, torch.float32) == "fp4"
     ufp4.cached_path.cache_clear()
 
 
 def test_without_triton_it_says_so_once():
-    code = ("import sys, warnings; sys.modules['triton'] = None; import torch, ufp4; "
-            "print([ufp4.choose_path(ufp4.get_recipe('ufp4'), torch.device('cuda'), torch.float32, True) for _ in 'ab'])")
+    code = ("import sys; sys.modules['triton'] = None; import torch, ufp4; gpu = torch.device('cuda');"
+            "print([ufp4.choose_path(ufp4.get_recipe('ufp4'), gpu, torch.float32) for _ in 'ab'])")
     done = python(code, UFP4_BACKEND="")
     assert done.stdout == "[None, None]\n" and done.stderr.count("needs Triton 3.6 or newer") == 1
     done = python(code, UFP4_BACKEND="triton")

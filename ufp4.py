@@ -35,7 +35,8 @@ Recipe" (Zhao et al., arXiv 2606.20381). In short:
 Here the arithmetic is emulated ("fake quantization"): operands are rounded to values that 4 bits can hold, then
 multiplied as ordinary floats, in float32 for float32 inputs and in bfloat16 under autocast. A 4-bit code times an
 FP32 scale does not fit bfloat16's 8 significant bits, so on that path each operand is rounded once more, by up to
-2^-8 of itself; in float32 by 2^-24. Real 4-bit storage is what `quantize` returns.
+2^-8 of itself; in float32 by 2^-24. Real 4-bit storage is what `quantize` returns, and what a layer keeps of X for
+its backward pass. On a GPU the linear layers use kernels.py instead, which does the same in Triton, on packed operands.
 
     import ufp4
     model = ufp4.convert(model, recipe="ufp4")      # any model with nn.Linear layers, then train as before
@@ -526,22 +527,20 @@ def get_recipe(recipe):
 # 7. The three GEMMs
 
 
-# Two implementations of one arithmetic: the functions above, which emulate, and kernels.py, whose Triton kernels pack
-# real 4-bit operands on a GPU. `path` says which: None for the reference, else a path of kernels.route. The environment
-# variable UFP4_BACKEND = torch forces the reference, triton the kernels.
-
-
-def choose_path(recipe, device, dtype, aligned):
-    return cached_path(os.environ.get("UFP4_BACKEND"), recipe, device, dtype, aligned)
+def choose_path(recipe, device, dtype):
+    """Which of two implementations of one arithmetic: None for the reference, the functions above; for the Triton
+    kernels of kernels.py, which need a GPU, the name of a path of kernels.matmul. The environment's UFP4_BACKEND
+    forces one: torch is the reference, triton the kernels."""
+    return cached_path(os.environ.get("UFP4_BACKEND"), recipe, device, dtype)
 
 
 choose_path._dynamo_marked_constant = True      # torch.compiler.assume_constant_result, less its slow imports
 
 
 @functools.cache
-def cached_path(backend, recipe, device, dtype, aligned):
-    """The path of a layer's GEMMs. Says once why a GPU does without the kernels, or without its best path. ValueError
-    for an unknown backend; if triton is asked for, whatever keeps the kernels from running here."""
+def cached_path(backend, recipe, device, dtype):
+    """Says once why a GPU does without the kernels, or without its best path. Raises ValueError for an unknown backend,
+    and if triton is asked for, what keeps the kernels from running here."""
     if backend not in (None, "", "torch", "triton"):
         raise ValueError(f"UFP4_BACKEND is torch (the reference), triton (the kernels) or unset; got {backend!r}")
     if backend == "torch" or backend != "triton" and device.type != "cuda":
@@ -557,7 +556,7 @@ def cached_path(backend, recipe, device, dtype, aligned):
     path, why = kernels.route(recipe, kernels.architecture(device))
     if path != kernels.route(recipe, kernels.architecture(device), version=(math.inf,))[0]:
         warnings.warn(f"recipe {recipe.name!r} takes the slower path {path!r}: {why}")
-    return path if aligned else "cublas"
+    return path
 
 
 def quantize_operand(x, operand, recipe, path, dtype, rows=None, cols=None, keep=False):
@@ -569,20 +568,20 @@ def quantize_operand(x, operand, recipe, path, dtype, rows=None, cols=None, keep
     values, in `dtype`, so it packs columns only to `keep` them for the backward pass.
     """
     x, stochastic, two_d = x.reshape(-1, x.shape[-1]), operand in recipe.sr, recipe.two_d and operand == "w"
-    signs = [recipe.signs if gemm in recipe.rht else None for gemm in (rows, cols)]
+    signs = {gemm: recipe.signs if gemm in recipe.rht else None for gemm in (rows, cols)}
     if path:
         import kernels
         seed = torch.randint(2**63 - 1, (1,), device=x.device) if stochastic else None
-        return kernels.quantize(x, recipe.format, recipe.scale, recipe.block, bool(rows), bool(cols), *signs, seed,
-                                two_d=two_d, swizzle=path != "cublas")
+        return kernels.quantize(x, recipe.format, recipe.scale, recipe.block, bool(rows), bool(cols), signs[rows],
+                                signs[cols], seed, two_d=two_d, swizzle=path != "cublas")
 
-    def reference(dim, gemm, signs):
+    def reference(gemm, dim):
         bits = random_bytes(x.shape, x.device) if stochastic else None
-        args = (x, bits, signs, dim, recipe.format_of(operand, gemm), recipe.scale, recipe.block, two_d)
-        alpha = None if stochastic else recipe.alpha
+        fmt, alpha = recipe.format_of(operand, gemm), None if stochastic else recipe.alpha
+        args = (x, bits, signs[gemm], dim, fmt, recipe.scale, recipe.block, two_d)
         return pack(*args, alpha) if keep and dim == -2 else fused(rotate_round, *args, dtype, alpha)
 
-    a, b = reference(-1, rows, signs[0]) if rows else None, reference(-2, cols, signs[1]) if cols else None
+    a, b = reference(rows, -1) if rows else None, reference(cols, -2) if cols else None
     return a, b if b is None or keep else b.mT
 
 
@@ -620,15 +619,16 @@ def quantized_once():
 def quantize_weight(w, recipe, path, dtype, rows=None, cols=None):
     """quantize_operand of W, or what it returned for these very values before."""
     if WEIGHTS is None or torch.compiler.is_compiling():
-        return quantize_operand(w, "w", recipe, path, dtype, rows, cols)
+        return quantize_operand(w, "w", recipe, path, dtype, rows=rows, cols=cols)
     key = (id(w), w._version, recipe, path, dtype)
     if key not in WEIGHTS:                      # which keeps w too: its id is not given to another
-        WEIGHTS[key] = w, quantize_operand(w, "w", recipe, path, dtype, "fprop", "dgrad")
+        WEIGHTS[key] = w, quantize_operand(w, "w", recipe, path, dtype, rows="fprop", cols="dgrad")
     return WEIGHTS[key][1]
 
 
 def place_tokens(m, offs, unit, device):
-    """(rows, offs) that m tokens get when each group is filled with zeros to whole blocks; rows None: as they are.
+    """Fill each group of m tokens with zeros to whole blocks: (rows that the tokens move to, where the groups end then,
+    how many rows there are). Rows None: the tokens stay.
 
     A zero quantizes to zero and adds nothing to a sum over tokens, so wgrad is unchanged, but no block straddles two
     experts. The padded length depends on shapes alone: asking the GPU how many rows it needs would stall it.
@@ -672,7 +672,7 @@ class QuantizedMatmul(torch.autograd.Function):
         w_rows, _ = quantize_weight(w, **how, rows="fprop")
         # GEMM 1, fprop: Y (M, N) = X (M, K) W (N, K)^T, blocks along K
         y = matmul(x_rows, w_rows, path, x.dtype, offs, stacked=0)
-        ctx.how, ctx.total = how, total
+        ctx.how, ctx.total, ctx.fmt = how, total, x_cols.fmt if training else None
         kept = (x_cols.codes, x_cols.scale, x_cols.tensor_scale) if training else ()
         ctx.save_for_backward(w, rows, offs, *(t if isinstance(t, torch.Tensor) else None for t in kept))
         return gather(y, rows, m)
@@ -691,17 +691,17 @@ class QuantizedMatmul(torch.autograd.Function):
             dx = gather(matmul(dy_rows, w_cols, path, dy.dtype, offs, stacked=1), rows, m)
         if need_dw:
             # GEMM 3, wgrad: dW (N, K) = dY^T (N, M) X^T (K, M)^T, blocks along M
-            dw = matmul(dy_cols, restore(kept, **how), path, dy.dtype, offs).view(w.shape).to(w.dtype)
+            dw = matmul(dy_cols, restore(kept, ctx.fmt, **how), path, dy.dtype, offs).view(w.shape).to(w.dtype)
         return dx, dw, None, None, None, None
 
 
-def restore(kept, recipe, path, dtype):
+def restore(kept, fmt, recipe, path, dtype):
     """The operand whose codes, scales and tensor scale were kept."""
     codes, scale, t = kept
     if path:
         import kernels
-        return kernels.Packed(codes, scale, t, recipe.format, recipe.scale, recipe.block, path != "cublas")
-    return Quantized(codes, scale, 1.0 if t is None else t, recipe.format_of("x", "wgrad")).dequantize(-2, dtype).mT
+        return kernels.Packed(codes, scale, t, fmt, recipe.scale, recipe.block, path != "cublas")
+    return Quantized(codes, scale, 1.0 if t is None else t, fmt).dequantize(-2, dtype).mT
 
 
 def linear(x, w, recipe, offs=None):
@@ -724,8 +724,9 @@ def linear(x, w, recipe, offs=None):
     if recipe.fmt is None:
         return F.linear(x, w.to(x.dtype)) if offs is None else F.grouped_mm(x, w.to(x.dtype).mT, offs=offs)
     check_features(*w.shape[-2:], recipe)
-    aligned = offs is None and w.shape[-1] % 32 == w.shape[-2] % 32 == 0        # packed rows of whole 16 bytes
-    path = choose_path(recipe, x.device, x.dtype, aligned)
+    path = choose_path(recipe, x.device, x.dtype)
+    if path and path != "cublas" and (offs is not None or w.shape[-1] % 32 or w.shape[-2] % 32):
+        path = "cublas"                         # groups, and packed rows that are not whole 16 bytes
     training = torch.is_grad_enabled() and w.requires_grad
     y = QuantizedMatmul.apply(x.reshape(-1, x.shape[-1]), w, offs, recipe, path, training)
     return y.view(*x.shape[:-1], w.shape[-2])
