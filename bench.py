@@ -744,7 +744,7 @@ SPEEDS = {                                  # what is measured, in this order: i
     "training step, `small`, compiled, `ufp4` / bf16": "at most 1.6 (1.3)",
     "training step, 1B parameters, compiled, `ufp4` / bf16": "at most 1.3 (1.15)",
 }
-SIZES = {"n": 8192, "linear": (8192, 4096, 4096), "vocabulary": 50304, "models": (
+TIMED = {"n": 8192, "linear": (8192, 4096, 4096), "vocabulary": 50304, "models": (
     ["--model", "small"],
     ["--model", "small", "--layers", "16", "--dim", "2048", "--heads", "16", "--hidden", "5632", "--seq-len", "2048",
      "--batch-size", "4"])}
@@ -832,12 +832,12 @@ def bench_kernels(args):
     import kernels
     torch._dynamo.config.recompile_limit = 64
     rows = []
-    for name, ms, value, unit in kernel_speeds(SIZES, gpu_time, "cuda", torch.compile):
+    for name, ms, value, unit in kernel_speeds(TIMED, gpu_time, "cuda", torch.compile):
         rows.append({"row": name, "ms": ms, "value": value, "unit": unit})
         print(f"{value:8.3f} {unit:8}{ms[0]:9.3f} ms ({ms[1]:.3f} to {ms[2]:.3f})  {name}: {SPEEDS.get(name, '')}",
               flush=True)
         save("kernels-" + re.sub(r"\W+", "-", torch.cuda.get_device_name()),
-             {"triton": kernels.triton.__version__, "sizes": SIZES, "rows": rows})
+             {"triton": kernels.triton.__version__, "sizes": TIMED, "rows": rows})
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -931,7 +931,7 @@ def sqnr_table():
 def dispatch_table():
     results, cells = load_results("dispatch"), {}
     for r in results["rows"]:
-        text = r["path"] if r["path"] == "bf16" else r.get("error") or f"{r['path']}: {r['instruction']}, {r['count']}"
+        text = r["path"] if r["path"] in ("bf16", "reference") else r.get("error") or f"{r['path']}: {r['instruction']}, {r['count']}"
         # without the parts that say nothing here: layout, synchronization, the types of what is multiplied and summed
         short = re.sub(r"\.(row\.col|cta_group::1|sync\.aligned)|\.f32\.\w+\.\w+(\.f32)?(\.ue\w+)?", "", text)
         cells.setdefault(r["recipe"], {})[r["arch"]] = short
