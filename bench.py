@@ -930,12 +930,12 @@ def sqnr_table():
 
 def dispatch_table():
     results, cells = load_results("dispatch"), {}
-    for r in results["rows"]:
-        text = r["path"] if r["path"] in ("bf16", "reference") else r.get("error") or f"{r['path']}: {r['instruction']}, {r['count']}"
+    shown = ("ufp4", "ufp4-e4m3", "ufp4-mx", "e2m1", "nvfp4", "mxfp4")
+    for r in (r for r in results["rows"] if r["recipe"] in shown):
+        text = r.get("error") or f"{r['path']}: {r['instruction']}, {r['count']}"
         # without the parts that say nothing here: layout, synchronization, the types of what is multiplied and summed
         short = re.sub(r"\.(row\.col|cta_group::1|sync\.aligned)|\.f32\.\w+\.\w+(\.f32)?(\.ue\w+)?", "", text)
         cells.setdefault(r["recipe"], {})[r["arch"]] = short
-    shown = ("ufp4", "ufp4-e4m3", "ufp4-mx", "e2m1", "nvfp4", "mxfp4")
     rows = [[arch] + [cells[recipe][arch] for recipe in shown] for arch in cells["ufp4"]]
     return markdown([f"path: instruction, count (Triton {results['triton']})", *(f"`{r}`" for r in shown)], rows)
 
