@@ -287,12 +287,16 @@ class Quantized:
     tensor_scale: torch.Tensor | float  # float32 scalar of the two-level kind; 1.0 for the others
     fmt: Format
 
-    def dequantize(self, dim=-1, dtype=torch.float32):
-        """Values (..., K), in `dtype`. `dim` is the packed dimension, where codes and scales are not as above."""
-        return fused(decode, self.codes, self.scale.float(), self.tensor_scale, self.fmt, dim, dtype)
+    def dequantize(self):
+        """float32 (..., K)."""
+        return decode(self.codes, self.scale.float(), self.tensor_scale, self.fmt)
 
 
-def decode(codes, s, t, fmt, dim, dtype):
+STORED = {"fp32": torch.float32, "e4m3": torch.float8_e4m3fn, "e8m0": torch.float8_e8m0fnu}
+
+
+def decode(codes, s, t, fmt, dim=-1, dtype=torch.float32):
+    """Codes and scales s (float32), packed and blocked along dim, and tensor scale t -> values."""
     nibbles = torch.stack((codes & 15, codes >> 4), dim).flatten(dim - 1, dim)
     q = torch.tensor(fmt.values, dtype=torch.float32, device=codes.device)[nibbles.int()]
     q = q.unflatten(dim, (s.shape[dim], q.shape[dim] // max(1, s.shape[dim])))
@@ -325,17 +329,9 @@ def quantize(x, fmt="e1m2", scale="fp32", block=16, stochastic=False, generator=
     """
     f = check(x.shape, fmt, scale, block, two_d)
     bits = random_bytes((x.numel() // x.shape[-1], x.shape[-1]), x.device, generator) if stochastic else None
-    q = pack(x.reshape(-1, x.shape[-1]), bits, None, -1, f, scale, block, two_d)
-    return Quantized(q.codes.view(*x.shape[:-1], x.shape[-1] // 2), q.scale.view(*x.shape[:-1], x.shape[-1] // block),
-                     q.tensor_scale, f)
-
-
-def pack(x, bits, signs, dim, fmt, scale, block, two_d):
-    """RHT (unless signs is None) and quantize x (R, C) in blocks along dim -> Quantized. With dim -2 it lies as x does:
-    codes (R/2, C) and scales (R/block, C), a byte holding two neighbours in a column."""
-    codes, s, t = fused(rotate_pack, x, bits, signs, dim, fmt, scale, block, two_d)
-    stored = {"fp32": torch.float32, "e4m3": torch.float8_e4m3fn, "e8m0": torch.float8_e8m0fnu}[scale]
-    return Quantized(codes, s.to(stored), t, fmt)
+    codes, s, t = rotate_pack(x.detach().reshape(-1, x.shape[-1]), bits, None, -1, f, scale, block, two_d)
+    s = s.to(STORED[scale]).view(*x.shape[:-1], x.shape[-1] // block)
+    return Quantized(codes.view(*x.shape[:-1], x.shape[-1] // 2), s, t, f)
 
 
 def fake_quantize(x, fmt="e1m2", scale="fp32", block=16, stochastic=False, generator=None, two_d=False):
@@ -357,7 +353,8 @@ def rotate_round(x, bits, signs, dim, fmt, scale, block, two_d, dtype):
 
 
 def rotate_pack(x, bits, signs, dim, fmt, scale, block, two_d):
-    """The same, but packed along dim: (codes, scales, tensor scale)."""
+    """The same, but packed along dim: (codes, scales in float32, tensor scale). With dim -2 codes (R/2, C) and scales
+    (R/block, C) lie as x does, a byte holding two neighbours in a column."""
     x = x.float() if signs is None else rht(x, signs, len(signs), dim)
     q, s, t = snap(x, bits, dim, fmt, scale, block, two_d)
     low, high = (encode(v, fmt) for v in q.unflatten(dim, (-1, 2)).unbind(dim))
@@ -371,8 +368,8 @@ def encode(q, fmt):
 
 
 def fused(f, x, *args):
-    """f, one of the three above, through torch.compile where that pays: one pass over memory in place of thirty, the
-    same bits. Compiling takes seconds, once per combination of arguments; small tensors do without."""
+    """f (rotate_round, rotate_pack or decode) through torch.compile where that pays: one pass over memory in place of
+    thirty, the same bits. Compiling takes seconds, once per combination of arguments; small tensors do without."""
     x = x.detach()
     plain = x.numel() < 2**14 or type(x) is not torch.Tensor or x.is_meta       # small, or a stand-in without data
     if plain or torch.compiler.is_compiling() or not can_compile(x.device.type):
@@ -528,7 +525,10 @@ def quantize_operand(x, operand, recipe, path, dtype, rows=None, cols=None, keep
     def reference(gemm, dim):
         bits = random_bytes(x.shape, x.device) if stochastic else None
         args = (x, bits, signs[gemm], dim, recipe.format, recipe.scale, recipe.block, two_d)
-        return pack(*args) if keep and dim == -2 else fused(rotate_round, *args, dtype)
+        if not (keep and dim == -2):
+            return fused(rotate_round, *args, dtype)
+        codes, s, t = fused(rotate_pack, *args)
+        return Quantized(codes, s.to(STORED[recipe.scale]), t, recipe.format)
 
     a, b = reference(rows, -1) if rows else None, reference(cols, -2) if cols else None
     return a, b if b is None or keep else b.mT
@@ -650,7 +650,7 @@ def restore(kept, fmt, recipe, path, dtype):
     if path:
         import kernels
         return kernels.Packed(codes, scale, t, fmt, recipe.scale, recipe.block, path != "cublas")
-    return Quantized(codes, scale, 1.0 if t is None else t, fmt).dequantize(-2, dtype).mT
+    return fused(decode, codes, scale.float(), 1.0 if t is None else t, fmt, -2, dtype).mT
 
 
 def linear(x, w, recipe, offs=None):
