@@ -659,6 +659,7 @@ def linear(x, w, recipe, offs=None):
     Grouped, for mixtures of experts: W (E, N, K), X (M, K) sorted by expert, and offs (E,), the row at which each
     expert's tokens end (offs[-1] = M; an expert without tokens repeats its predecessor's end). Under E4M3 scales all
     experts share one tensor scale.
+    On a GPU the kernels multiply in bfloat16 even if x is float32 (see kernels.matmul); Y has x's dtype in any case.
     In float16 a rotated operand can overflow: RHT makes a value up to 4 times as large. Gradients of gradients and
     torch.func are not supported.
     Raises ValueError if N or K is not a multiple of recipe.unit, or the shapes do not fit.
