@@ -1749,7 +1749,7 @@ def test_every_row_of_the_speed_table_runs(monkeypatch, tmp_path):
     both = 128 * 128 * (2 + 2 * (0.5 + 4 / 16))         # bf16 in, two operands of codes and FP32 scales out
     assert rows[3][2] == both / (2 * 128 * 128 * 2)
     assert rows[0][2] == 2 * 128 * 128 * 2 / 1e6 and rows[1][2] == pytest.approx(2 * 128**3 / 1e9)
-    monkeypatch.setattr(bench, "RESULTS", tmp_path)     # and they get into README's table, which has open rows till then
+    monkeypatch.setattr(bench, "RESULTS", tmp_path)     # then README's table has them; before, its rows are open
     assert bench.kernel_table().count("not measured: `python bench.py kernels`") == len(bench.SPEEDS)
     bench.save("kernels-some-GPU", {"rows": [{"row": n, "ms": ms, "value": v, "unit": u} for n, ms, v, u in rows]})
     assert "not measured" not in bench.kernel_table() and "(1.000 ms, 1.000 to 1.000)" in bench.kernel_table()
