@@ -750,15 +750,21 @@ TIMED = {"n": 8192, "linear": (8192, 4096, 4096), "vocabulary": 50304, "models":
      "--batch-size", "4"])}
 
 
-def gpu_time(f, repeats=30):
-    """Median, smallest and largest milliseconds of f() on the GPU, after three warm-ups."""
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 4)]
-    for event in events[:-1]:
-        event.record()
+def gpu_time(f, ahead=True, repeats=30):
+    """Median, smallest and largest milliseconds of f() on the GPU, after three warm-ups. With `ahead` the GPU sleeps a
+    tenth of a second while the calls queue up: its time alone counts. Without, Python's counts too, if it is slower."""
+    for _ in range(3):
         f()
-    events[-1].record()
     torch.cuda.synchronize()
-    times = [a.elapsed_time(b) for a, b in zip(events[3:], events[4:])]
+    if ahead:
+        torch.cuda._sleep(2 * 10**8)                                            # cycles, at about 1.8 GHz
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    events[0].record()
+    for event in events[1:]:
+        f()
+        event.record()
+    torch.cuda.synchronize()
+    times = [a.elapsed_time(b) for a, b in zip(events, events[1:])]
     return statistics.median(times), min(times), max(times)
 
 
@@ -812,7 +818,7 @@ def kernel_speeds(sizes, time, device, compiled):
     v, dy = (torch.randn(m, c, device=device, dtype=torch.bfloat16) for c in (k, f))
     v.requires_grad_()
     layers = (ufp4.Linear(k, f, bias=False, device=device, dtype=torch.bfloat16, recipe=r) for r in ("bf16", "ufp4"))
-    base, ms = (time(lambda: torch.autograd.grad(layer(v), (v, layer.weight), dy)) for layer in layers)
+    base, ms = (time(lambda: torch.autograd.grad(layer(v), (v, layer.weight), dy), ahead=False) for layer in layers)
     yield next(names), ms, ms[0] / base[0], ""
 
     for path in ("cublas", "decode"):
@@ -820,7 +826,8 @@ def kernel_speeds(sizes, time, device, compiled):
         ms = time(lambda: kernels.matmul(a, b, path))
         yield next(names), ms, cublas[0] / ms[0], ""
     for flags in sizes["models"]:
-        base, ms = (time(training_step(flags, r, sizes["vocabulary"], device, compiled)) for r in ("bf16", "ufp4"))
+        base, ms = (time(training_step(flags, r, sizes["vocabulary"], device, compiled), ahead=False)
+                    for r in ("bf16", "ufp4"))
         yield next(names), ms, ms[0] / base[0], ""
 
 

@@ -618,8 +618,9 @@ def matmul(a, b, path, dtype=torch.bfloat16, arch=None, offs=None, stacked=None)
     stacked along B's dimension `stacked`, or if that is None of columns of both. These come out of F.grouped_mm in
     bfloat16, so that with a tensor scale the result is rounded twice.
     """
-    if stacked is None and a.shape[1] != b.shape[1] or (a.kind, a.block) != (b.kind, b.block):
-        raise ValueError(f"operands must have K, scale and block in common, got {a.shape[1]} {a.kind} {a.block} and "
+    k = a.shape[1] * (len(offs) if offs is not None and stacked == 1 else 1)
+    if (k, a.kind, a.block) != (b.shape[1], b.kind, b.block):
+        raise ValueError(f"operands must have K, scale and block in common, got {k} {a.kind} {a.block} and "
                          f"{b.shape[1]} {b.kind} {b.block}")
     if path == "cublas":
         x, y = decode_bf16(a), decode_bf16(b)

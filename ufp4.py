@@ -305,12 +305,16 @@ class Quantized:
     tensor_scale: torch.Tensor | float  # float32 scalar of the two-level kind; 1.0 for the others
     fmt: Format
 
-    def dequantize(self, dim=-1, dtype=torch.float32):
-        """Values (..., K), in `dtype`. `dim` is the packed dimension, where codes and scales are not as above."""
-        return fused(decode, self.codes, self.scale.float(), self.tensor_scale, self.fmt, dim, dtype)
+    def dequantize(self):
+        """float32 (..., K)."""
+        return decode(self.codes, self.scale.float(), self.tensor_scale, self.fmt)
 
 
-def decode(codes, s, t, fmt, dim, dtype):
+STORED = {"fp32": torch.float32, "e4m3": torch.float8_e4m3fn, "e8m0": torch.float8_e8m0fnu}
+
+
+def decode(codes, s, t, fmt, dim=-1, dtype=torch.float32):
+    """Codes and scales s (float32), packed and blocked along dim, and tensor scale t -> values."""
     nibbles = torch.stack((codes & 15, codes >> 4), dim).flatten(dim - 1, dim).int()
     nibbles = nibbles.unflatten(dim, (s.shape[dim], nibbles.shape[dim] // max(1, s.shape[dim])))
     s = s.unsqueeze(dim)
@@ -347,17 +351,9 @@ def quantize(x, fmt="e1m2", scale="fp32", block=16, stochastic=False, generator=
     """
     f = check(x.shape, fmt, scale, block, two_d)
     bits = random_bytes((x.numel() // x.shape[-1], x.shape[-1]), x.device, generator) if stochastic else None
-    q = pack(x.reshape(-1, x.shape[-1]), bits, None, -1, f, scale, block, two_d)
-    return Quantized(q.codes.view(*x.shape[:-1], x.shape[-1] // 2), q.scale.view(*x.shape[:-1], x.shape[-1] // block),
-                     q.tensor_scale, f)
-
-
-def pack(x, bits, signs, dim, fmt, scale, block, two_d, alpha=None):
-    """RHT (unless signs is None) and quantize x (R, C) in blocks along dim -> Quantized. With dim -2 it lies as x does:
-    codes (R/2, C) and scales (R/block, C), a byte holding two neighbours in a column."""
-    codes, s, t = fused(rotate_pack, x, bits, signs, dim, fmt, scale, block, two_d, alpha)
-    stored = {"fp32": torch.float32, "e4m3": torch.float8_e4m3fn, "e8m0": torch.float8_e8m0fnu}[scale[:4]]
-    return Quantized(codes, s.to(stored), t, fmt)
+    codes, s, t = rotate_pack(x.detach().reshape(-1, x.shape[-1]), bits, None, -1, f, scale, block, two_d)
+    s = s.to(STORED[scale[:4]]).view(*x.shape[:-1], x.shape[-1] // block)
+    return Quantized(codes.view(*x.shape[:-1], x.shape[-1] // 2), s, t, f)
 
 
 def fake_quantize(x, fmt="e1m2", scale="fp32", block=16, stochastic=False, generator=None, two_d=False):
@@ -388,7 +384,8 @@ def rotate_round(x, bits, signs, dim, fmt, scale, block, two_d, dtype, alpha=Non
 
 
 def rotate_pack(x, bits, signs, dim, fmt, scale, block, two_d, alpha=None):
-    """x (R, C) -> its codes, packed along dim, block scales, tensor scale."""
+    """x (R, C) -> codes packed along dim, scales in float32, tensor scale. With dim -2 codes (R/2, C) and scales
+    (R/block, C) lie as x does, a byte holding two neighbours in a column."""
     q, s, t = rotate(x, bits, signs, dim, fmt, scale, block, two_d, alpha)
     low, high = (encode(v, s, fmt) for v in q.unflatten(dim, (-1, 2)).unbind(dim))
     return (low | high << 4).flatten(dim - 1, dim).to(torch.uint8), s.squeeze(dim), t
@@ -403,8 +400,8 @@ def encode(q, s, fmt):
 
 
 def fused(f, x, *args):
-    """f, one of the three above, through torch.compile where that pays: one pass over memory in place of thirty, the
-    same bits. Compiling takes seconds, once per combination of arguments; small tensors do without."""
+    """f (rotate_round, rotate_pack or decode) through torch.compile where that pays: one pass over memory in place of
+    thirty, the same bits. Compiling takes seconds, once per combination of arguments; small tensors do without."""
     x = x.detach()
     plain = x.numel() < 2**14 or type(x) is not torch.Tensor or x.is_meta       # small, or a stand-in without data
     if plain or torch.compiler.is_compiling() or not can_compile(x.device.type):
@@ -579,7 +576,10 @@ def quantize_operand(x, operand, recipe, path, dtype, rows=None, cols=None, keep
         bits = random_bytes(x.shape, x.device) if stochastic else None
         fmt, alpha = recipe.format_of(operand, gemm), None if stochastic else recipe.alpha
         args = (x, bits, signs[gemm], dim, fmt, recipe.scale, recipe.block, two_d)
-        return pack(*args, alpha) if keep and dim == -2 else fused(rotate_round, *args, dtype, alpha)
+        if not (keep and dim == -2):
+            return fused(rotate_round, *args, dtype, alpha)
+        codes, s, t = fused(rotate_pack, *args, alpha)
+        return Quantized(codes, s.to(STORED[recipe.scale[:4]]), t, fmt)
 
     a, b = reference(rows, -1) if rows else None, reference(cols, -2) if cols else None
     return a, b if b is None or keep else b.mT
@@ -701,7 +701,7 @@ def restore(kept, fmt, recipe, path, dtype):
     if path:
         import kernels
         return kernels.Packed(codes, scale, t, fmt, recipe.scale, recipe.block, path != "cublas")
-    return Quantized(codes, scale, 1.0 if t is None else t, fmt).dequantize(-2, dtype).mT
+    return fused(decode, codes, scale.float(), 1.0 if t is None else t, fmt, -2, dtype).mT
 
 
 def linear(x, w, recipe, offs=None):
@@ -710,6 +710,7 @@ def linear(x, w, recipe, offs=None):
     Grouped, for mixtures of experts: W (E, N, K), X (M, K) sorted by expert, and offs (E,), the row at which each
     expert's tokens end (offs[-1] = M; an expert without tokens repeats its predecessor's end). Under E4M3 scales all
     experts share one tensor scale.
+    On a GPU the kernels multiply in bfloat16 even if x is float32 (see kernels.matmul); Y has x's dtype in any case.
     In float16 a rotated operand can overflow: RHT makes a value up to 4 times as large. Gradients of gradients and
     torch.func are not supported.
     Raises ValueError if N or K is not a multiple of recipe.unit, or the shapes do not fit.
