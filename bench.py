@@ -8,6 +8,7 @@
     python bench.py scaling         the same against compute: five sizes, dense and mixture of experts
     python bench.py dispatch        the tensor-core instruction of each recipe on each GPU, compiled without one
     python bench.py kernels         speed of the Triton kernels on this GPU, against copying and cuBLAS (needs one)
+    python bench.py scale           step time and memory over processes, tokens a step, experts (10 min, on a CPU)
     python bench.py readme          write the tables of README.md anew from data/results
 
 Each but the last writes data/results/NAME.json: settings, seeds, versions, machine and every number (kernels writes
@@ -31,6 +32,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed.checkpoint as dcp
 
 import ufp4
 
@@ -278,12 +280,12 @@ def bench_sqnr(args):
     import train
     flags = ["--model", "nano", "--device", "cpu", "--steps", str(args.steps), "--seed", str(args.seed)]
     out = HERE / "out" / "bench" / f"sqnr-{args.steps}-s{args.seed}"
-    if not list(out.glob(f"ckpt-{args.steps:07d}.pt")):
+    if not (out / f"ckpt-{args.steps:07d}").exists():
         train.train(train.parse_args([*flags, "--recipe", "bf16", "--sample", "0", "--out", str(out)]))
     s = train.parse_args([*flags, "--recipe", "bf16"])
     dataset, signs = train.prepare(s.data), ufp4.random_signs(args.seed)
     model = train.GPT(s, ufp4.RECIPES["bf16"], dataset.vocab_size)
-    model.load_state_dict(torch.load(train.checkpoints(out)[-1], weights_only=True)["model"])
+    dcp.load({"model": model.state_dict()}, checkpoint_id=train.checkpoints(out)[-1])
     tensors = capture(model, *train.get_batch([train.read_tokens(p) for p in dataset.train], s, s.steps))
     results = {"seed": args.seed, "settings": vars(s), "tensors": [], "paper fc2 x": PAPER_SQNR,
                "swiglu-like": measure(samples("swiglu", (4096, 512), torch.Generator().manual_seed(args.seed)), signs)}
@@ -373,10 +375,10 @@ def train_run(job, args):
     command = [sys.executable, str(HERE / "train.py"), "--seed", str(job["seed"]), "--out", str(out), "--recipe",
                job["recipe"], *job["flags"], *MODELS[job["model"]], *args.train, "--sample", "0",
                "--eval-interval", "1000000", "--save-interval", str(args.branch_step)]
-    if list(out.glob("ckpt-*.pt")):
+    if list(out.glob("ckpt-*")):
         command += ["--resume"]
     elif job["estimator"] == "branched":
-        start = args.runs / f"{job['model']}-scratch-bf16-s{job['seed']}" / f"ckpt-{args.branch_step:07d}.pt"
+        start = args.runs / f"{job['model']}-scratch-bf16-s{job['seed']}" / f"ckpt-{args.branch_step:07d}"
         command += ["--branch", str(start)]
     env = {**os.environ, "OMP_NUM_THREADS": str(max(1, os.cpu_count() // args.jobs))}
     done = subprocess.run(command, env=env, capture_output=True, text=True)
@@ -402,7 +404,7 @@ def forward_run(job, args):
     s = train.parse_args([*MODELS[job["model"]], *args.train, *forward, "--seed", str(job["seed"])])
     dataset, recipe = train.prepare(s.data), train.make_recipe(s)
     model = train.GPT(s, recipe, dataset.vocab_size)
-    model.load_state_dict(torch.load(path, weights_only=True)["model"])
+    dcp.load({"model": model.state_dict()}, checkpoint_id=path)                 # into the model's own tensors
     loss = train.evaluate(model, train.read_tokens(dataset.val[0]), s)
     record = {k: job[k] for k in ("model", "label", "recipe", "seed", "estimator")}
     return {**record, "flags": args.train, "val_loss": loss}
@@ -848,6 +850,59 @@ def bench_kernels(args):
 
 
 # ---------------------------------------------------------------------------------------------------------------
+# scale: how cost grows with processes, tokens a step, experts
+
+SCALE_ROWS = {f"{b * 128} tokens a step{also}": (n, ["--batch-size", str(b), *flags]) for also, n, b, flags in (
+    ("", 1, 4, []), ("", 1, 16, []), ("", 1, 64, []), (", 2 processes", 2, 16, []),
+    *((f", {e} experts", 1, 16, ["--experts", str(e), "--top-k", "4", "--hidden", "32"]) for e in (8, 32, 128)))}
+
+
+def scale_run(recipe, processes, flags, steps=10, kept=6):
+    """Train nano for some steps on CPU processes of one thread each -> ms of each of the last steps, and the largest
+    process's peak memory in MiB."""
+    with tempfile.TemporaryDirectory() as out:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes),
+                   str(HERE / "train.py"), "--model", "nano", "--device", "cpu", "--seq-len", "128", "--recipe", recipe,
+                   *flags, "--steps", str(steps), "--log-interval", "1", "--eval-interval", "1000",
+                   "--eval-windows", "1", "--save-interval", "1000", "--sample", "0", "--out", out]
+        process = subprocess.Popen(command, env=dict(os.environ, OMP_NUM_THREADS="1"), stdout=subprocess.DEVNULL,
+                                   stderr=subprocess.DEVNULL)
+        _, status, usage = os.wait4(process.pid, 0)                             # of all its descendants
+        if status:
+            sys.exit(f"bench.py: {' '.join(command)} failed")
+        settings, *records = [json.loads(line) for line in (Path(out) / "log.jsonl").read_text().splitlines()]
+    tokens = settings["settings"]["batch_size"] * 128
+    return [1e3 * tokens / r["tokens_per_s"] for r in records[-kept:]], usage.ru_maxrss / 1024
+
+
+def bench_scale(args):
+    import train
+    results, cells = {"threads": 1, "runs": [], "routing": []}, [(n, r) for n in SCALE_ROWS for r in ("bf16", "ufp4")]
+    runs = {cell: [] for cell in cells}
+    for cell in 3 * cells:                              # in turns, since what else the machine does changes with time
+        runs[cell].append(scale_run(cell[1], *SCALE_ROWS[cell[0]]))
+    print("nano, contexts of 128; ms a step, median (smallest to largest); peak MiB of a process")
+    for (name, recipe), measured in runs.items():
+        times = [t for ms, _ in measured for t in ms]
+        results["runs"].append({"row": name, "recipe": recipe, "mib": max(mib for _, mib in measured),
+                                "ms": [statistics.median(times), min(times), max(times)]})
+        print("{row:36s} {recipe:5s} {0:7.0f} ({1:.0f} to {2:.0f})  {mib:.0f} MiB".format(
+            *results["runs"][-1]["ms"], **results["runs"][-1]))
+    print("\nrouting alone, forward: scores, choice, sort")
+    torch.set_num_threads(1)
+    for tokens in (512, 2048, 8192):
+        for experts in (8, 32, 128):
+            s = train.parse_args(["--model", "nano-moe", "--device", "cpu", "--experts", str(experts), "--top-k", "4"])
+            moe, x = train.MoE(s, ufp4.RECIPES["bf16"]), torch.randn(tokens, s.dim)
+            torch.nn.init.normal_(moe.router.weight)
+            with torch.no_grad():
+                ms = [1e3 * t for t in median_time(lambda: moe.route(x), 50)]
+            results["routing"].append({"tokens": tokens, "experts": experts, "ms": ms})
+            print("{:6d} tokens {:4d} experts {:7.2f} ms ({:.2f} to {:.2f})".format(tokens, experts, *ms))
+    save("scale", results)
+
+
+# ---------------------------------------------------------------------------------------------------------------
 # readme: the tables, from the files
 
 
@@ -957,8 +1012,29 @@ def kernel_table():
     return markdown(["on a GPU", "target (aim)", *([m["machine"]["device"] for m in measured] or ["none yet"])], rows)
 
 
+def growth_table():
+    results = load_results("scale")
+    runs = {(r["row"], r["recipe"]): r for r in results["runs"]}
+    rows = []
+    for name in SCALE_ROWS:
+        bf16, ours = runs[name, "bf16"], runs[name, "ufp4"]
+        rows.append([name, *("{:.0f} ({:.0f} to {:.0f})".format(*r["ms"]) for r in (bf16, ours)),
+                     f"{ours['ms'][0] / bf16['ms'][0]:.2f}", f"{bf16['mib']:.0f}", f"{ours['mib']:.0f}"])
+    return markdown(["`nano`, one thread a process", "bf16, ms a step", "ufp4, ms a step", "ratio", "bf16, peak MiB",
+                     "ufp4, peak MiB"], rows)
+
+
+def routing_table():
+    routing = {(r["tokens"], r["experts"]): r["ms"] for r in load_results("scale")["routing"]}
+    tokens, experts = (sorted({key[i] for key in routing}) for i in (0, 1))
+    return markdown(["routing, ms", *(f"{e} experts" for e in experts)],
+                    [[f"{t} tokens", *("{:.2f} ({:.2f} to {:.2f})".format(*routing[t, e]) for e in experts)]
+                     for t in tokens])
+
+
 TABLES = {"slopes": slope_table, "scales": scale_table, "sqnr": sqnr_table, "cpu": cpu_table, "loss": loss_table,
-          "ablate": ablate_table, "scaling": scaling_table, "dispatch": dispatch_table, "kernels": kernel_table}
+          "ablate": ablate_table, "scaling": scaling_table, "dispatch": dispatch_table, "kernels": kernel_table,
+          "scale": growth_table, "routing": routing_table}
 
 
 def fill_tables(text):
@@ -989,6 +1065,7 @@ if __name__ == "__main__":
     commands.add_parser("kernels", help="speed of the Triton kernels on this GPU")
     p = commands.add_parser("lower", help="one row of dispatch, in a process of its own")
     p.add_argument("what")
+    commands.add_parser("scale", help="how cost grows with processes, tokens and experts")
     commands.add_parser("readme", help="write README.md's tables anew")
     for name, models in (("loss", ["nano"]), ("ablate", ["nano"]), ("scaling", [*SIZES["dense"], *SIZES["moe"]])):
         p = commands.add_parser(name, help="train and compare; arguments after -- go to train.py")

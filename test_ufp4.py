@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +24,9 @@ import torch.utils.checkpoint
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"                # before triton is imported: its kernels run on the CPU
+
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.utils.flop_counter import FlopCounterMode
 
 import bench
 import train
@@ -783,8 +787,11 @@ def log_of(out):
     return [json.loads(line) for line in (Path(out) / "log.jsonl").read_text().splitlines()]
 
 
-def weights(out):
-    return torch.load(train.checkpoints(Path(out))[-1], weights_only=True)["model"]
+def weights(out, which=-1):
+    """The model of one of a run's checkpoints, {name: whole tensor}, whatever number of ranks wrote it."""
+    path = train.checkpoints(Path(out))[which]
+    dcp_to_torch_save(path, Path(out) / "whole.pt")
+    return torch.load(Path(out) / "whole.pt", weights_only=True)["model"]
 
 
 def same_weights(a, b):
@@ -914,17 +921,20 @@ def run_train(flags, text, tmp_path, preamble=""):
 
 KILL_IN_SAVE = """
 import os
-def cut(f, n=[0]):
+def save(state, checkpoint_id, n=[0], real=train.dcp.save, **kwargs):
     n[0] += 1
-    if n[0] == {saves}:
-        f.flush(), os.fsync(f.fileno()), os.kill(os.getpid(), 9)
-real = train.torch.save
-train.torch.save = lambda state, f: (f.write(b"half"), cut(f), f.seek(0), f.truncate(), real(state, f))
+    if n[0] == {saves} and train.RANK == train.WORLD - 1:
+        (checkpoint_id / "__0_0.distcp").parent.mkdir(exist_ok=True)
+        (checkpoint_id / "__0_0.distcp").write_bytes(b"half")
+        os.kill(os.getpid(), 9)
+    real(state, checkpoint_id=checkpoint_id, **kwargs)
+train.dcp.save = save
 """
 KILL_IN_STEP = """
 import os
-real = train.evaluate
-train.evaluate = lambda *a: os.kill(os.getpid(), 9)
+real = train.learning_rate
+train.learning_rate = lambda step, s: real(step, s) if step < 3 or train.RANK < train.WORLD - 1 \
+    else os.kill(os.getpid(), 9)
 """
 
 
@@ -962,12 +972,16 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_there(settings):
     s = settings()
     train.train(s)
     older, newer = train.checkpoints(Path(s.out))
-    whole = newer.read_bytes()
-    for damaged in (whole[:len(whole) // 2], b"", b"not a checkpoint"):
-        newer.write_bytes(damaged)
-        with pytest.raises(ValueError, match=f"{newer.name} is damaged.*goes on from .*{older.name}"):
-            train.train(settings("--resume"))
-    newer.unlink()
+    for name in ("__0_0.distcp", ".metadata", "settings.json"):
+        whole = (newer / name).read_bytes()
+        for damage in (whole[:len(whole) // 2], whole[:-1], b"", b"not a checkpoint", None):
+            (newer / name).unlink()
+            if damage is not None:
+                (newer / name).write_bytes(damage)
+            with pytest.raises(ValueError, match=f"{newer.name} is damaged.*goes on from .*{older.name}"):
+                train.train(settings("--resume"))
+            (newer / name).write_bytes(whole)
+    shutil.rmtree(newer)
     train.train(settings("--resume"))
     assert [p.name for p in train.checkpoints(Path(s.out))] == [older.name, newer.name]
 
@@ -992,8 +1006,8 @@ def test_branch_starts_another_recipe_from_a_bf16_checkpoint(settings, tmp_path)
     same = settings("--recipe", "bf16", "--out", str(tmp_path / "out/same"), "--branch", str(start))
     train.train(same)
     assert same_weights(weights(same.out), weights(s.out))
-    with pytest.raises(ValueError, match="there is no checkpoint .*nothing.pt"):
-        train.train(settings("--branch", str(tmp_path / "nothing.pt")))
+    with pytest.raises(ValueError, match="there is no checkpoint .*nothing"):
+        train.train(settings("--branch", str(tmp_path / "nothing")))
 
 
 def test_loss_error_is_relative_to_the_bf16_run_beside(settings, tmp_path, capsys):
@@ -1027,8 +1041,8 @@ def test_weights_that_are_not_finite_are_not_saved(settings):
     s = settings("--lr", "1e38", "--save-interval", "1", "--warmup", "0", "--eval-interval", "100")
     with pytest.raises(train.Diverged):
         train.train(s)
-    assert all(v.isfinite().all() for p in train.checkpoints(Path(s.out))
-               for v in torch.load(p, weights_only=True)["model"].values())
+    saved = range(len(train.checkpoints(Path(s.out))))
+    assert all(v.isfinite().all() for i in saved for v in weights(s.out, i).values())
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(settings, monkeypatch):
@@ -1039,7 +1053,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(settings, monkeypatch):
         return real(self, tokens, targets) * (NAN if calls[0] == 8 and targets is not None else 1)
 
     monkeypatch.setattr(train.GPT, "forward", forward)
-    with pytest.raises(train.Diverged, match="step 8: the loss is nan.*ckpt-0000006.pt"):
+    with pytest.raises(train.Diverged, match="step 8: the loss is nan.*ckpt-0000006"):
         train.train(s)
     assert [r["step"] for r in log_of(s.out)[1:]] == list(range(1, 8))
     assert all(v.isfinite().all() for v in weights(s.out).values())
@@ -1067,13 +1081,201 @@ def test_bad_input_is_one_clear_sentence(settings, tmp_path, capsys):
                            (["--top-k", "2"], "--top-k must be"), (["--warmup", "99"], "--warmup 99 is more"),
                            (["--lr", "nan"], "finite number"), (["--clip", "-1"], "finite number, at least 0"),
                            (["--device", "warp"], "--device warp can't be used"),
-                           (["--keep-bf16", "9"], "more than --layers")):
+                           (["--keep-bf16", "9"], "more than --layers"), (["--gpus", "2"], "--gpus is for --dry-run"),
+                           (["--grad-accum", "3"], "must be a multiple of 1 processes x --grad-accum 3"),
+                           (["--compile", "--experts", "4", "--top-k", "2"], "needs --dtype bfloat16")):
         with pytest.raises(SystemExit) as stopped:
             settings(*flags)
         assert stopped.value.code == 2 and message in capsys.readouterr().err
     done = subprocess.run([sys.executable, "train.py", "--data", "nothing.txt", "--out", str(tmp_path / "o")],
                           cwd=HERE, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.startswith("train.py: no data set") and "Traceback" not in done.stderr
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# train.py on several processes, and what goes with it
+
+ALL = ["--batch-size", "4", "--steps", "20", "--clip", "1e9"]                   # clipping inactive: see below
+
+
+def run_ranks(n, flags, text, tmp_path, preamble=""):
+    """train.py on n CPU processes -> (exit code, stdout, stderr, seconds)."""
+    script = tmp_path / "ranks.py"
+    script.write_text(f"import sys\nsys.path.insert(0, {str(HERE)!r})\n"
+                      f"import train\nfrom data import prepare\n{preamble}\n"
+                      f"train.prepare = lambda name: prepare.prepare(name, root={str(tmp_path / 'data')!r})\n"
+                      f"train.main({[*TINY, '--data', str(text), *flags]!r})\n")
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n),
+                           str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    return done.returncode, done.stdout, done.stderr, time.monotonic() - start
+
+
+@pytest.mark.parametrize("flags", [["--recipe", "bf16"],
+                                   ["--recipe", "ufp4", "--sr", "none", "--experts", "3", "--top-k", "2"],
+                                   ["--recipe", "ufp4-e4m3", "--sr", "none", "--remat"]])
+def test_two_processes_are_one_process_with_two_parts(settings, text, tmp_path, flags):
+    """Bit for bit over 20 steps, 3 experts on 2 ranks included: the halves of a batch are multiplied and summed alike,
+    whoever computes them. (Only the gradient's norm is summed in another order, so clipping is off.)"""
+    code, printed, errors, _ = run_ranks(2, [*ALL, *flags, "--out", str(tmp_path / "out/two")], text, tmp_path)
+    assert code == 0, errors
+    assert printed.count("validation loss") == 6        # 5 validations and the report, once each
+    one = settings(*ALL, *flags, "--grad-accum", "2", "--out", str(tmp_path / "out/one"))
+    train.train(one)
+    assert same_weights(weights(tmp_path / "out/two"), weights(one.out))
+    for a, b in zip(log_of(tmp_path / "out/two")[1:], log_of(one.out)[1:], strict=True):
+        assert a["train_loss"] == pytest.approx(b["train_loss"], rel=1e-6) and a.get("max_load") == b.get("max_load")
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-6)
+
+
+def test_parts_of_a_batch_are_the_batch(settings, tmp_path):
+    """Two parts against one: float32 sums in another order, 20 steps, clipped alike."""
+    runs = []
+    for parts in ("1", "2"):
+        s = settings("--recipe", "bf16", "--batch-size", "4", "--steps", "20", "--grad-accum", parts,
+                     "--out", str(tmp_path / "out" / parts))
+        train.train(s)
+        runs.append(log_of(s.out)[1:])
+    for a, b in zip(*runs, strict=True):
+        assert a["train_loss"] == pytest.approx(b["train_loss"], rel=1e-5)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3)
+    assert runs[0][0]["grad_norm"] == pytest.approx(runs[1][0]["grad_norm"], rel=1e-6) and runs[0][0]["grad_norm"] > 1
+
+
+def test_ranks_share_the_batch_out_and_draw_their_own_noise(settings, monkeypatch):
+    s = settings("--batch-size", "12")
+    tokens = np.random.default_rng(0).integers(0, 256, 5000).astype(np.uint16)
+    whole = train.get_batch([tokens], s, 3)[0]
+    monkeypatch.setattr(train, "WORLD", 3)
+    s.grad_accum, rows, seeds = 2, [], set()
+    for part in range(2):
+        for rank in range(3):
+            monkeypatch.setattr(train, "RANK", rank)
+            rows.append(train.get_batch([tokens], s, 3, part)[0])
+            seeds |= {train.noise_seed(s, step) for step in range(100)}
+    assert torch.equal(torch.cat(rows), whole) and len(seeds) == 300
+
+
+def test_killed_ranks_stop_the_others_and_resume_on_any_number(settings, text, tmp_path):
+    """kill -9 of one rank, in a step and in a save: the others say so within a minute, nothing is left but whole
+    checkpoints, and the run goes on: with stochastic rounding bit for bit on 2 processes, and also on 1 and on 3."""
+    flags = ["--recipe", "ufp4", "--batch-size", "6", "--experts", "3", "--top-k", "2"]
+    assert run_ranks(2, [*flags, "--out", str(tmp_path / "out/whole")], text, tmp_path)[0] == 0
+    out = tmp_path / "out/killed"
+    for preamble, resume, left in ((KILL_IN_SAVE.format(saves=2), [], [2]), (KILL_IN_STEP, ["--resume"], [2])):
+        code, _, errors, seconds = run_ranks(2, [*flags, *resume, "--out", str(out)], text, tmp_path, preamble)
+        assert code and seconds < 60 and "train.py: rank 0 stops, for another has stopped" in errors, errors
+        assert train.checkpoints(out) == [out / f"ckpt-{i:07d}" for i in left]
+    for name in ("one", "three"):
+        shutil.copytree(out, tmp_path / "out" / name)
+    assert run_ranks(2, [*flags, "--resume", "--out", str(out)], text, tmp_path)[0] == 0
+    assert same_weights(weights(out), weights(tmp_path / "out/whole"))
+    train.train(settings(*flags, "--resume", "--out", str(tmp_path / "out/one")))
+    assert run_ranks(3, [*flags, "--resume", "--out", str(tmp_path / "out/three")], text, tmp_path)[0] == 0
+    for name in ("one", "three"):                       # other noise from step 3 on, and else the same run
+        assert log_of(tmp_path / "out" / name)[1:3] == log_of(out)[1:3]
+        loss = log_of(tmp_path / "out" / name)[3]["train_loss"]
+        assert loss == pytest.approx(log_of(out)[3]["train_loss"], rel=1e-2)
+
+
+def test_bad_input_on_ranks_is_one_sentence_of_rank_0(settings, text, tmp_path):
+    train.train(settings())
+    for flags, message in ((["--batch-size", "3"], "--batch-size 3 must be a multiple of 2 processes"),
+                           (["--data", "nothing.txt"], "no data set or file is called 'nothing.txt'"),
+                           (["--resume", "--dim", "64"], "a run with other settings: dim is 64 now and was 32")):
+        code, _, errors, _ = run_ranks(2, ["--out", str(tmp_path / "out/run"), *flags], text, tmp_path)
+        said = errors.count("train.py: ") + errors.count("error: --")
+        assert code and errors.count(message) == said == 1 and "train.py\", line" not in errors, errors
+    with http.server.HTTPServer(("127.0.0.1", 0), None) as taken:               # somebody else has the port
+        env = dict(os.environ, RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(taken.server_port))
+        done = subprocess.run([sys.executable, "train.py", *TINY], cwd=HERE, env=env, capture_output=True, text=True)
+    assert done.returncode == 1 and "rank 0 of 2 can't join the others at 127.0.0.1" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_rematerialization_draws_the_same_noise(settings, tmp_path):
+    """Noise in the forward pass (--sr all) and in the backward: the same losses and weights, bit for bit."""
+    flags = ["--recipe", "ufp4", "--sr", "all", "--experts", "4", "--top-k", "2"]
+    plain, remat = (settings(*flags, *more, "--out", str(tmp_path / "out" / name))
+                    for name, more in (("plain", []), ("remat", ["--remat"])))
+    train.train(plain), train.train(remat)
+    assert same_weights(weights(plain.out), weights(remat.out))
+    assert [[r["train_loss"], r["max_load"]] for r in log_of(plain.out)[1:]] == \
+        [[r["train_loss"], r["max_load"]] for r in log_of(remat.out)[1:]]
+
+
+@pytest.mark.parametrize("model,total,active", [("dense-1.5b", 1.5e9, 1.5e9), ("moe-7.9b", 7.9e9, 1.3e9),
+                                                ("moe-124b", 124e9, 5.1e9)])
+def test_the_papers_sizes_within_a_percent(model, total, active, capsys):
+    """Against a sum by hand; and --dry-run's memory for it."""
+    s = train.parse_args(["--model", model, "--device", "cpu", "--dry-run", "--gpus", "64", "--recipe", "mxfp4"])
+    c, h, e, v = s.dim, s.hidden, s.experts, 50257
+    layer = [4 * c * c + 2 * c + 3 * c * h * (k + 1 if e else 1) + c * e for k in (e, s.top_k)]
+    n, a = (s.layers * x + c + 2 * v * c for x in layer)
+    assert n == pytest.approx(total, rel=0.01) and a == pytest.approx(active, rel=0.01)
+    train.dry_run(s)
+    printed = capsys.readouterr().out
+    assert f"{n / 1e9:.3f}B parameters, {a / 1e9:.3f}B active" in printed
+    assert f"AdamW, float32{8 * n / 64 / 2**30:20.2f} GiB" in printed and "B200: at most" in printed
+    assert "path cublas (sm_90)" in printed and "path fp4 (sm_100)" in printed
+
+
+@pytest.mark.parametrize("flags", [[], ["--experts", "8", "--top-k", "3"]])
+def test_flops_and_kept_bytes_are_what_torch_counts(settings, flags):
+    """FLOPs of all matrix products of a step, exactly (torch's counter leaves experts' out, and so do we), and the
+    bytes that autograd saves for it within 3% (we leave indices and cosines out)."""
+    s = settings("--recipe", "bf16", "--dim", "128", "--hidden", "256", "--seq-len", "128", "--dtype", "bfloat16",
+                 *flags)
+    model = train.GPT(s, RECIPES["bf16"], 256)
+    total, active, quantized, rest = train.counts(model, s)
+    parameters, saved = {p.numel() for p in model.parameters()}, {}
+
+    def keep(x):
+        if not (x.numel() in parameters and x.dtype == torch.bfloat16):         # else a weight, cast
+            saved[x.untyped_storage().data_ptr()] = x                           # kept alive, so that addresses differ
+        return x
+
+    tokens = torch.randint(0, 256, (5, 128))             # 640: no activation has the size of a weight
+    with FlopCounterMode(display=False) as counter, train.autocast(s), \
+            torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        model(tokens, tokens).backward()
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = sum(x.untyped_storage().nbytes() for address, x in saved.items() if address not in own)
+    block, ends = train.activation_bytes(s, RECIPES["bf16"])
+    assert kept == pytest.approx(640 * (2 * block + ends - 6 * 256), rel=0.03)  # less the gradients of the logits
+    products = sum(counter.get_flop_counts()["Global"].get(op, 0) for op in (torch.ops.aten.mm, torch.ops.aten.addmm))
+    experts = 2 * 6 * s.top_k * 3 * 128 * 256
+    assert quantized == 0 and 640 * (rest - experts - 2 * 6 * 128 * 128) == products
+
+
+def test_fineweb_windows_come_once_an_epoch_and_ranks_never_share_one(settings):
+    s = settings("--batch-size", "4")
+    s.data = "fineweb"
+    shards = [np.arange(n, dtype=np.uint16) + 1000 * i for i, n in enumerate((400, 97, 330))]  # 12, 3 and 10 windows
+    seen = [int(tokens[i]) for step in range(25) for tokens, i in train.batch_rows(shards, s, step)]
+    whole = [1000 * shard + 32 * i for shard, n in enumerate((12, 3, 10)) for i in range(n)]
+    for epoch in range(4):                              # 25 windows an epoch, 4 a step: epochs end within a batch
+        assert sorted(seen[25 * epoch:25 * epoch + 25]) == whole
+    assert seen[:25] != seen[25:50]
+    assert seen[40:44] == [int(tokens[i]) for tokens, i in train.batch_rows(shards, s, 10)]        # any step by itself
+    x, y = train.get_batch(shards, s, 10)
+    assert torch.equal(y, x + 1)
+
+
+def test_a_shard_that_is_cut_or_of_another_vocabulary_is_named(settings, tmp_path, monkeypatch):
+    folder = tmp_path / "data/fineweb"
+    rng = np.random.default_rng(0)
+    for name in ("val_000000", "train_000001", "train_000002"):
+        prepare.write_tokens(folder / f"fineweb_{name}.bin", rng.integers(0, 50257, 2000))
+    flags = ["--data", "fineweb", "--steps", "2", "--warmup", "0", "--sample", "0"]
+    train.train(settings(*flags))
+    bad = folder / "fineweb_train_000002.bin"
+    prepare.write_tokens(bad, [1, 2, 50257, 3] * 100)
+    with pytest.raises(ValueError, match="fineweb_train_000002.bin has a token 50257, beyond the vocabulary of 50257"):
+        train.train(settings(*flags))
+    bad.write_bytes(bad.read_bytes()[:-2])
+    with pytest.raises(ValueError, match="fineweb_train_000002.bin is damaged"):
+        train.train(settings(*flags))
 
 
 # ---------------------------------------------------------------------------------------------------------------

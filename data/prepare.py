@@ -59,8 +59,14 @@ def write_tokens(path, tokens):
     os.replace(part, path)
 
 
-def read_tokens(path):
-    """The tokens of a file, memory-mapped: uint16 (n,). ValueError, naming the file, if it is damaged or foreign."""
+def vocabulary(name):
+    """Vocabulary of a data set: FineWeb has GPT-2's, text is bytes."""
+    return 50257 if name == "fineweb" else 256
+
+
+def read_tokens(path, vocab_size=None):
+    """The tokens of a file, memory-mapped: uint16 (n,). With vocab_size all of them are read and checked against it.
+    ValueError, naming the file, if it is damaged or foreign."""
     size = os.path.getsize(path)
     header = np.fromfile(path, dtype=np.int32, count=256)
     if len(header) < 256 or header[0] != MAGIC or header[1] != VERSION:
@@ -68,7 +74,11 @@ def read_tokens(path):
     if size != HEADER + 2 * int(header[2]):
         raise ValueError(f"{path} is damaged: its header promises {header[2]} tokens, {HEADER + 2 * int(header[2])} "
                          f"bytes, but it has {size}; delete it and prepare it again")
-    return np.memmap(path, dtype=np.uint16, mode="r", offset=HEADER, shape=(int(header[2]),))
+    tokens = np.memmap(path, dtype=np.uint16, mode="r", offset=HEADER, shape=(int(header[2]),))
+    if vocab_size is not None and len(tokens) and (largest := int(tokens.max())) >= vocab_size:
+        raise ValueError(f"{path} has a token {largest}, beyond the vocabulary of {vocab_size}: another tokenizer's; "
+                         "delete it and prepare it again")
+    return tokens
 
 
 def download(url, path, check=None):
@@ -142,7 +152,7 @@ def prepare(name="python", root=ROOT, shards=1, url=FINEWEB):
             if not (root / name / f).exists():
                 download(f"{url}/{f}", root / name / f, read_tokens)
         train = sorted((root / name).glob("fineweb_train_*.bin"))
-        return Dataset(train, [root / name / files[0]], 50257, "gpt2")
+        return Dataset(train, [root / name / files[0]], vocabulary(name), "gpt2")
     if name == "python":
         folder, make = root / f"python-{sys.version_info[0]}.{sys.version_info[1]}.{sys.version_info[2]}", stdlib_bytes
     elif name == "shakespeare":
@@ -163,7 +173,7 @@ def prepare(name="python", root=ROOT, shards=1, url=FINEWEB):
     if not (folder / "val.bin").exists():               # written last
         for split, text in zip(("train", "val"), make()):
             write_tokens(folder / f"{split}.bin", np.frombuffer(text, dtype=np.uint8))      # token = byte
-    return Dataset([folder / "train.bin"], [folder / "val.bin"], 256, "bytes")
+    return Dataset([folder / "train.bin"], [folder / "val.bin"], vocabulary(name), "bytes")
 
 
 if __name__ == "__main__":
