@@ -490,6 +490,7 @@ def close(got, expected, length):
 
 
 QUANTIZED = [r for r in RECIPES if r != "bf16"]
+PLAIN = [n for n in QUANTIZED if RECIPES[n].alpha is None and "+" not in RECIPES[n].fmt]       # what the kernels have
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
@@ -1863,7 +1864,7 @@ def test_wiring_fuzz(seed, monkeypatch):
     """Recipes, shapes, dtypes and strides: the operands of quantize_operand are those of the reference, bit for bit."""
     needs("triton")
     r = random.Random(seed)
-    recipe = ufp4.RECIPES[r.choice(QUANTIZED)]
+    recipe = ufp4.RECIPES[r.choice(PLAIN)]
     recipe = dataclasses.replace(recipe, sign_seed=seed, rht=tuple(g for g in ufp4.GEMMS if r.random() < 0.6),
                                  sr=r.choice(((), ("dy",), ufp4.OPERANDS)))
     assert kernels.supports(recipe)
@@ -1900,7 +1901,7 @@ def within(got, a, b, rounded, results=0):
     return bool(((got.double() - a @ b.T).abs() <= lost + ((1 + 2.0**-8) ** results - 1) * (terms + lost)).all())
 
 
-@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("name", PLAIN)
 @pytest.mark.parametrize("grouped", [False, True])
 def test_kernels_multiply_the_operands_of_the_three_gemms(name, grouped, monkeypatch):
     """Each GEMM of a layer on the kernels' path is the float64 product of its decoded operands, group by group."""
