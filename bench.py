@@ -68,10 +68,10 @@ def figure(name, columns, draw, height=3.4):
 
 
 def interval(values):
-    """Mean and half-width of its 95% confidence interval (Student's t), None for a single value."""
+    """Mean and half-width of its 95% confidence interval (Student's t), None for a single value or an infinite one."""
     t = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
     n = len(values)
-    half = None if n < 2 else t.get(n, 2.0) * statistics.stdev(values) / math.sqrt(n)
+    half = None if n < 2 or math.inf in values else t.get(n, 2.0) * statistics.stdev(values) / math.sqrt(n)
     return statistics.mean(values), half
 
 
@@ -306,9 +306,6 @@ def bench_sqnr(args):
     figure("sqnr", 3, lambda axes: draw_sqnr(axes, results["tensors"]))
 
 
-
-
-
 def draw_sqnr(axes, tensors):
     for ax, operand, title in zip(axes, ufp4.OPERANDS, ("X", "W", "dY")):
         for r in tensors:
@@ -371,14 +368,16 @@ def bench_cpu(args):
 
 def train_run(job, args):
     """One run of train.py in a process of its own -> its record."""
+    import train
     out = args.runs / f"{job['model']}-{job['estimator']}-{job['label']}-s{job['seed']}"
+    branch_step = 2 * train.parse_args([*MODELS[job["model"]], *args.train]).steps // 3
     command = [sys.executable, str(HERE / "train.py"), "--seed", str(job["seed"]), "--out", str(out), "--recipe",
                job["recipe"], *job["flags"], *MODELS[job["model"]], *args.train, "--sample", "0",
-               "--eval-interval", "1000000", "--save-interval", str(args.branch_step)]
+               "--eval-interval", "1000000", "--save-interval", str(branch_step)]
     if list(out.glob("ckpt-*")):
         command += ["--resume"]
     elif job["estimator"] == "branched":
-        start = args.runs / f"{job['model']}-scratch-bf16-s{job['seed']}" / f"ckpt-{args.branch_step:07d}"
+        start = args.runs / f"{job['model']}-scratch-bf16-s{job['seed']}" / f"ckpt-{branch_step:07d}"
         command += ["--branch", str(start)]
     env = {**os.environ, "OMP_NUM_THREADS": str(max(1, os.cpu_count() // args.jobs))}
     done = subprocess.run(command, env=env, capture_output=True, text=True)
@@ -399,12 +398,15 @@ def forward_run(job, args):
     import train
     own = job["estimator"] == "own forward"
     start = "scratch-bf16" if own else f"branched-{job['label']}"
-    path = train.checkpoints(args.runs / f"{job['model']}-{start}-s{job['seed']}")[-1]
+    paths = train.checkpoints(args.runs / f"{job['model']}-{start}-s{job['seed']}")
+    if not paths:
+        raise RuntimeError(f"{job['label']}, seed {job['seed']}: no weights, since it diverged or was"
+                           " not run with --estimators branched")
     forward = ["--recipe", job["recipe"], *job["flags"]] if own else ["--recipe", "bf16"]
     s = train.parse_args([*MODELS[job["model"]], *args.train, *forward, "--seed", str(job["seed"])])
     dataset, recipe = train.prepare(s.data), train.make_recipe(s)
     model = train.GPT(s, recipe, dataset.vocab_size)
-    dcp.load({"model": model.state_dict()}, checkpoint_id=path)                 # into the model's own tensors
+    dcp.load({"model": model.state_dict()}, checkpoint_id=paths[-1])            # into the model's own tensors
     loss = train.evaluate(model, train.read_tokens(dataset.val[0]), s)
     record = {k: job[k] for k in ("model", "label", "recipe", "seed", "estimator")}
     return {**record, "flags": args.train, "val_loss": loss}
@@ -457,19 +459,18 @@ def show(ci, scale=100):
 def compare(records, model, estimator, label, against):
     """(loss error in %, its 95% interval and number of seeds; paired difference to `against`), as text or blank."""
     errors, base = (relative_errors(records, model, estimator, which) for which in (label, against))
-    both = sorted(errors.keys() & base.keys())
+    both = sorted(s for s in errors.keys() & base.keys() if math.isfinite(base[s]))
     return (f"{show(interval(list(errors.values())))} ({len(errors)})" if errors else "",
             show(interval([errors[s] - base[s] for s in both])) if both and label != against else "")
 
 
 # What a model of train.py's is here: flags. The sizes of `scaling` have nano's steps, batches and learning rate.
 MODELS = {name: ["--model", name] for name in ("nano", "nano-moe", "small", "small-moe")}
-SIZES = {kind: {} for kind in ("dense", "moe")}
-for layers, dim, heads, hidden, expert in ((2, 32, 2, 96, 32), (3, 64, 2, 176, 48), (3, 96, 3, 256, 64),
-                                           (4, 128, 4, 352, 96), (5, 160, 5, 448, 128)):
-    for kind, preset, width in (("dense", "nano", hidden), ("moe", "nano-moe", expert)):
-        SIZES[kind][f"{kind}-{dim}"] = ["--model", preset, "--layers", str(layers), "--dim", str(dim),
-                                        "--heads", str(heads), "--hidden", str(width)]
+SIZES = {kind: {f"{kind}-{dim}": ["--model", preset, "--layers", str(layers), "--dim", str(dim), "--heads", str(heads),
+                                  "--hidden", str(hidden)] for layers, dim, heads, hidden in sizes}
+         for kind, preset, sizes in (
+    ("dense", "nano", ((2, 32, 2, 96), (3, 64, 2, 176), (3, 96, 3, 256), (4, 128, 4, 352), (5, 160, 5, 448))),
+    ("moe", "nano-moe", ((1, 32, 2, 32), (2, 48, 3, 32), (3, 64, 2, 48), (3, 96, 3, 64), (4, 128, 4, 96))))}
 MODELS.update(SIZES["dense"], **SIZES["moe"])
 
 ESTIMATORS = ["scratch", "branched", "bf16 forward", "own forward"]
@@ -500,7 +501,6 @@ SCALING_ROWS = [BF16, UFP4, ("e2m1", "e2m1", [])]
 
 
 def bench_training(args, name, rows, against):
-    import train
     if args.rows:
         unknown = set(args.rows) - {label for label, _, _ in rows}
         if unknown:
@@ -510,7 +510,6 @@ def bench_training(args, name, rows, against):
         args.seeds, args.estimators, args.train = 2, ["branched"], args.train + ["--steps", "300"]
         rows = rows[:13] if args.rows is None else rows             # of ablate: RHT, SR and slope
         name += "-quick"
-    args.branch_step = 2 * train.parse_args([*MODELS[args.models[0]], *args.train]).steps // 3
     records = train_all(args, rows, name)
     for model in args.models:
         for estimator in args.estimators:
@@ -590,12 +589,10 @@ def bench_scaling(args):
 def compute(settings):
     """FLOPs of a run: 6 for each parameter that a token uses, and token (forward 2, backward 4)."""
     import train
-    s = argparse.Namespace(**settings)
+    s = argparse.Namespace(**{"remat": False, **settings})
     with torch.device("meta"):
-        model = train.GPT(s, ufp4.RECIPES["bf16"], 256)
-    idle = sum(m.fc1.numel() + m.fc2.numel() for m in model.modules() if isinstance(m, train.MoE))
-    active = sum(p.numel() for p in model.parameters()) - idle * (1 - s.top_k / max(1, s.experts))
-    return 6 * active * s.steps * s.batch_size * s.seq_len
+        model = train.GPT(s, ufp4.RECIPES["bf16"], train.vocabulary(s.data.partition("-")[0]))
+    return 6 * train.counts(model, s)[1] * s.steps * s.batch_size * s.seq_len
 
 
 def by_compute(records, kind):

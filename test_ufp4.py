@@ -346,6 +346,20 @@ def test_bad_arguments_are_named():
         dataclasses.replace(RECIPES["ufp4"], rht=("forward",))
     with pytest.raises(ValueError, match="x, w, dy"):
         dataclasses.replace(RECIPES["ufp4"], sr=("grad",))
+    for swap in (("loss:e2m1",), ("w:e2m1", "w:int4"), ("e2m1",), (1,)):
+        with pytest.raises(ValueError, match="swap takes NAME:FORMAT, NAME one of fprop"):
+            dataclasses.replace(RECIPES["ufp4"], swap=swap)
+    assert hash(dataclasses.replace(RECIPES["ufp4"], swap=["w:e2m1"])) != hash(RECIPES["ufp4"])
+    for alpha in (0.0, -1.0, NAN, INF, "1"):
+        with pytest.raises(ValueError, match="alpha is a slope, a float above 0"):
+            dataclasses.replace(RECIPES["ufp4"], alpha=alpha)
+    for name in ("e2m1+int4", "int4+e2m1", "e2m1+e2m1-max4+e1m2"):
+        with pytest.raises(ValueError, match="two formats that have a sign bit"):
+            get_format(name)
+    with pytest.raises(ValueError, match="one scale a tile"):
+        quantize(torch.zeros(16, 16), "e2m1+e1m2", two_d=True)
+    with pytest.raises(ValueError, match="offs .E,.; got .* and .2,"):
+        ufp4.linear(torch.zeros(4, 32), torch.zeros(3, 16, 32), "ufp4", torch.tensor([2, 4]))
     with pytest.raises(ValueError, match="rht takes a tuple .* got 'wgrad'"):
         dataclasses.replace(RECIPES["ufp4"], rht="wgrad")
     with pytest.raises(ValueError, match="by its name"):
@@ -1195,8 +1209,9 @@ def test_bad_input_on_ranks_is_one_sentence_of_rank_0(settings, text, tmp_path):
 
 
 def test_rematerialization_draws_the_same_noise(settings, tmp_path):
-    """Noise in the forward pass (--sr all) and in the backward: the same losses and weights, bit for bit."""
-    flags = ["--recipe", "ufp4", "--sr", "all", "--experts", "4", "--top-k", "2"]
+    """Noise in the forward pass (--sr all) and in the backward: the same losses and weights, bit for bit; also where
+    quantized_once keeps weights for the second part."""
+    flags = ["--recipe", "ufp4", "--sr", "all", "--experts", "4", "--top-k", "2", "--grad-accum", "2"]
     plain, remat = (settings(*flags, *more, "--out", str(tmp_path / "out" / name))
                     for name, more in (("plain", []), ("remat", ["--remat"])))
     train.train(plain), train.train(remat)
@@ -1437,7 +1452,7 @@ def test_scaling_fits_recover_a_power_law_and_a_slope():
     assert fit["sizes"] == 5 and fit["exponent"]["bf16"] == pytest.approx((0.05, 0), abs=1e-9)
     assert fit["gap"]["ufp4"] == pytest.approx((-0.001, 0), abs=1e-9)
     s = train.parse_args([*bench.MODELS["moe-32"], "--device", "cpu"])          # by hand: 3 of 16 experts a token
-    active = 2 * (4 * 32**2 + 4 * 3 * 32 * 32 + 16 * 32 + 2 * 32) + 32 + 2 * 256 * 32
+    active = 4 * 32**2 + 4 * 3 * 32 * 32 + 16 * 32 + 2 * 32 + 32 + 2 * 256 * 32
     assert bench.compute(vars(s)) == 6 * active * 800 * 8 * 256
 
 
@@ -1449,6 +1464,7 @@ def test_loss_errors_are_paired_by_seed_and_signed():
     assert bench.relative_errors(records, "nano", "branched", "e2m1") == pytest.approx({0: INF, 1: 0.2})
     mean, half = bench.interval([1.0, 2.0, 3.0, 4.0])   # t(3, 0.975) = 3.182, standard deviation sqrt(5/3)
     assert mean == 2.5 and half == pytest.approx(3.182 * math.sqrt(5 / 3 / 4))
+    assert bench.interval([1.0, INF]) == (INF, None)    # a run that diverged
 
 
 def test_readme_tables_are_the_files_in_data_results():

@@ -379,7 +379,7 @@ def parse_args(argv=None):
     add("--log-interval", type=positive, default=10, help="steps between lines of the log")
     add("--sample", type=natural, default=200, help="tokens of text to print at the end")
     g = p.add_argument_group("overrides of the recipe's fields (default: the recipe's)")
-    g.add_argument("--fmt", help="element format: e2m1, e1m2, int4, or range-restricted as in e2m1-max3")
+    g.add_argument("--fmt", help="element format: e2m1, e1m2, int4, a part as in e2m1-max3, a choice as in e2m1+e1m2")
     g.add_argument("--scale", choices=ufp4.SCALES, help="block scales")
     g.add_argument("--block", type=positive, help="values that share a scale")
     g.add_argument("--rht", type=some_of(ufp4.GEMMS), help="GEMMs with RHT: none, all, or e.g. fprop,wgrad")
@@ -538,12 +538,14 @@ def save(out, step, model, optimizer, settings):
     except dcp.CheckpointException as e:
         reason = next(iter(e.failures.values()))[0]
         raise OSError(f"step {step}: can't write a checkpoint to {out}: {reason}") from e
-    if RANK == 0:
+
+    def finish():
         text = json.dumps({"step": step, "settings": settings})
         write_atomically(part / "settings.json", lambda f: f.write(text.encode()))
         os.rename(part, out / f"ckpt-{step:07d}")
         for old in checkpoints(out)[:-2]:
             shutil.rmtree(old)
+    on_rank_0(finish)
 
 
 def damaged(path, error):
@@ -651,15 +653,13 @@ PEAKS = {"H200": ("sm_90", {"bf16": 989}),
 
 
 def counts(model, s):
-    """Parameters in all, and active for a token; FLOPs a token, forward and backward, of quantized products and of the
-    rest. A weight that multiplies takes 2 FLOPs forward and 4 backward; causal attention 6 T C a layer."""
+    """Parameters in all, and active for a token; FLOPs a token, forward and backward, of quantized layers and of the
+    rest, experts included: their grouped products decode to BF16. A weight that multiplies takes 2 FLOPs forward and 4
+    backward; causal attention 6 T C a layer."""
     total = sum(p.numel() for p in model.parameters())
-    layers = [(m.recipe, m.weight.numel(), 0) for m in model.modules() if isinstance(m, ufp4.Linear)]
-    layers += [(m.recipe, (m.fc1.numel() + m.fc2.numel()) * s.top_k // s.experts,
-                (m.fc1.numel() + m.fc2.numel()) * (s.experts - s.top_k) // s.experts)
-               for m in model.modules() if isinstance(m, MoE)]                  # (recipe, used for a token, idle)
-    active = total - sum(idle for _, _, idle in layers)
-    quantized = sum(used for recipe, used, _ in layers if recipe.fmt)
+    active = total - sum((m.fc1.numel() + m.fc2.numel()) * (s.experts - s.top_k) // s.experts
+                         for m in model.modules() if isinstance(m, MoE))
+    quantized = sum(m.weight.numel() for m in model.modules() if isinstance(m, ufp4.Linear) and m.recipe.fmt)
     others = model.embed.weight.numel() + sum(p.numel() for p in model.parameters() if p.dim() == 1)
     rest = active - others - quantized                                         # norms, too, don't multiply matrices
     return total, active, 6 * quantized, 6 * rest + 6 * s.seq_len * s.dim * s.layers
@@ -708,7 +708,7 @@ def dry_run(s):
     for name, size in (*rows, ("together", sum(size for _, size in rows))):
         print(f"  {name:24s}{size / 2**30:10.2f} GiB a GPU")
     flops = quantized + rest
-    print(f"{flops / 1e9:.3f} GFLOPs a token, {quantized / flops:.0%} of them in quantized layers")
+    print(f"{flops / 1e9:.3f} GFLOPs a token, {quantized / flops:.0%} of them in quantized layers other than experts")
     for name, (arch, peaks) in PEAKS.items():
         path = kernels.route(recipe, arch)[0]
         speed = s.gpus * fastest(quantized, rest, path, peaks)
@@ -772,6 +772,8 @@ def train(s):
     settings = {k: list(v) if isinstance(v, tuple) else v for k, v in vars(s).items()
                 if k not in ("resume", "dry_run", "gpus")}
     settings["data"] = dataset.train[0].parent.name     # of a text file, this has its checksum: other text, other run
+    if s.data == "fineweb":
+        settings["data"] += f"-{len(dataset.train)}"    # other shards, another order of windows
     start = load_start(s, out, settings)
     on_rank_0(lambda: check_out(out))
     files, val = [read_tokens(p) for p in dataset.train], read_tokens(dataset.val[0])
@@ -806,9 +808,11 @@ def train(s):
     if not s.resume:
         on_rank_0(lambda: set_aside(out))
     log = start_log(out, settings, first)
+    if WORLD > 1:
+        dist.barrier(patient)                           # some may have drawn their weights long before others
     gpu = torch.cuda.get_device_name(s.device).split() if s.dtype == "bfloat16" and s.device.startswith("cuda") else ()
-    path = ufp4.choose_path(recipe, torch.device(s.device), torch.bfloat16) if gpu and recipe.fmt else None
-    best = [WORLD * fastest(*flops, path, peaks) for name, (_, peaks) in PEAKS.items() if name in gpu]     # for MFU
+    route = ufp4.choose_path(recipe, torch.device(s.device), torch.bfloat16) if gpu and recipe.fmt else None
+    best = [WORLD * fastest(*flops, route, peaks) for name, (_, peaks) in PEAKS.items() if name in gpu]    # for MFU
 
     if s.recipe != "bf16":
         print("the first step compiles the quantizer, which takes a while (less when it is cached)")

@@ -116,7 +116,11 @@ def get_format(name):
         raise ValueError(f"a format is given by its name, one of {', '.join(FORMATS)}; got {name!r}")
     first, plus, second = name.partition("+")
     if plus:
-        return dataclasses.replace(get_format(first), name=name, other=get_format(second))
+        first, second = get_format(first), get_format(second)
+        if second.other is not None or first.twos_complement or second.twos_complement:
+            raise ValueError("+ joins two formats that have a sign bit, as in e2m1+e1m2 (E1M2 has INT4's values); got "
+                             f"{name!r}")
+        return dataclasses.replace(first, name=name, other=second)
     base, _, top = name.partition("-max")
     if base in FORMATS:
         levels = {f"{v:g}": v for v in FORMATS[base].levels[1:]}
@@ -158,11 +162,11 @@ def block_scales(amax, fmt, scale):
     NVFP4 rounds s to nearest and MX rounds it down, so about half of all E4M3 blocks and many E8M0 blocks have
     amax / s > g_max: their largest values clip. Clipping shrinks, and no rounding of the remainder can undo it: the
     slope alpha of E2M1 under *stochastic* rounding on Gaussian data is 1.000 with FP32 scales, but 0.997 (E4M3) and
-    0.989 (E8M0; on unit Gaussians, since powers of two make it depend on the size of x) by these rules
-    (`python bench.py bias`). E2M1 follows the rules of its standards to the letter. For a uniform grid, which exists
-    to be free of bias, the same scales round UP: nothing clips, and SR stays unbiased, at 1.000 with all three kinds.
-    The price: a coarser grid, and under rounding to *nearest*, as X and W have it, a slope of 1.006 (E4M3). A block's
-    largest value then lies below the top level, often rounds up to it, and nothing above is there to round down.
+    0.980 (E8M0, blocks of 16) by these rules (`python bench.py bias`). E2M1 follows the rules of its standards to the
+    letter. For a uniform grid, which exists to be free of bias, the same scales round UP: nothing clips, and SR stays
+    unbiased, at 1.000 with all three kinds. The price: a coarser grid, and under rounding to *nearest*, as X and W
+    have it, a slope of 1.006 (E4M3). A block's largest value then lies below the top level, often rounds up to it,
+    and nothing above is there to round down.
     To compare the rules on either grid, a suffix names one: e4m3-nearest, e4m3-up, e8m0-floor, e8m0-up.
     """
     scale, _, rule = scale.partition("-")
@@ -301,7 +305,7 @@ def rht(x, signs, n=16, dim=-1):
 class Quantized:
     """Packed 4-bit values, two a byte."""
     codes: torch.Tensor                 # uint8 (..., K/2): element 2i in the low nibble, 2i + 1 in the high one
-    scale: torch.Tensor                 # (..., K/block): float32, float8_e4m3fn or float8_e8m0fnu
+    scale: torch.Tensor                 # (..., K/block): float32, float8_e4m3fn or float8_e8m0fnu; signed by a choice
     tensor_scale: torch.Tensor | float  # float32 scalar of the two-level kind; 1.0 for the others
     fmt: Format
 
@@ -334,6 +338,8 @@ def check(shape, fmt, scale, block, two_d):
                          f"block = {block}")
     if "+" in str(fmt) and scale != "fp32":
         raise ValueError(f"a choice of two formats, as in {fmt}, needs fp32 scales, whose sign records it; got {scale}")
+    if two_d and "+" in str(fmt):
+        raise ValueError(f"2-D scaling has one scale a tile, but {fmt} chooses for each block")
     if two_d and (len(shape) < 2 or shape[-2] % block):
         raise ValueError(f"2-D scaling needs both last dimensions to be multiples of {block}, got {tuple(shape)}")
     return get_format(fmt)
@@ -342,11 +348,11 @@ def check(shape, fmt, scale, block, two_d):
 def quantize(x, fmt="e1m2", scale="fp32", block=16, stochastic=False, generator=None, two_d=False):
     """Quantize x (..., K), any float dtype, to 4-bit codes in blocks of 1 x `block` along the last dimension.
 
-    fmt "e2m1", "e1m2" or "int4"; scale "fp32", "e4m3" (meant for block=16) or "e8m0" (for block=32), see
-    `block_scales`. Rounds to nearest, ties to the even code, or stochastically with noise from `generator` (None:
-    torch's default one). two_d shares a scale among block x block values of the last two dimensions, as NVFP4 does
-    for weights, so that W and W^T quantize alike. Returns a `Quantized`. A block with NaN or Inf decodes to NaN; a
-    value within a step of float32's largest may round to infinity, as in any rounding to nearest.
+    fmt "e2m1", "e1m2" or "int4", or see `get_format`; scale "fp32", "e4m3" (meant for block=16) or "e8m0" (for
+    block=32), or see `block_scales`. Rounds to nearest, ties to the even code, or stochastically with noise from
+    `generator` (None: torch's default one). two_d shares a scale among block x block values of the last two dimensions,
+    as NVFP4 does for weights, so that W and W^T quantize alike. Returns a `Quantized`. A block with NaN or Inf decodes
+    to NaN; a value within a step of float32's largest may round to infinity, as in any rounding to nearest.
     Raises ValueError for an unknown name, and where K is not a multiple of the block.
     """
     f = check(x.shape, fmt, scale, block, two_d)
@@ -370,7 +376,9 @@ def rotate(x, bits, signs, dim, fmt, scale, block, two_d, alpha):
     x = x.float() if signs is None else rht(x, signs, len(signs), dim)
     q, s, t = snap(x, bits, dim, fmt, scale, block, two_d)
     if alpha is not None:
-        t = t * (alpha * (x * x).sum() / ((q * s.abs() * t).flatten(dim - 1, dim) * x).sum().clamp(min=TINY))
+        unit = x.abs().amax().clamp(min=TINY)                                   # so that squares stay in range
+        v, x = (q * s.abs() * t).flatten(dim - 1, dim) / unit, x / unit
+        t = t * (alpha * (x * x).sum() / (v * x).sum().clamp(min=TINY))
     return q, s, t
 
 
@@ -401,7 +409,8 @@ def encode(q, s, fmt):
 
 def fused(f, x, *args):
     """f (rotate_round, rotate_pack or decode) through torch.compile where that pays: one pass over memory in place of
-    thirty, the same bits. Compiling takes seconds, once per combination of arguments; small tensors do without."""
+    thirty, the same bits (but `alpha` takes sums, whose order may differ). Compiling takes seconds, once per
+    combination of arguments; small tensors do without."""
     x = x.detach()
     plain = x.numel() < 2**14 or type(x) is not torch.Tensor or x.is_meta       # small, or a stand-in without data
     if plain or torch.compiler.is_compiling() or not can_compile(x.device.type):
@@ -447,7 +456,7 @@ class Recipe:
     Raises ValueError if a field's value is not among those that exist."""
     name: str
     fmt: str | None = "e1m2"            # element format; None: no quantization at all
-    scale: str = "fp32"                 # block scales: fp32, e4m3 or e8m0
+    scale: str = "fp32"                 # block scales, one of SCALES
     block: int = 16                     # values that share a scale, along the contraction dimension
     rht: tuple = ()                     # GEMMs whose two operands are rotated
     sr: tuple = ()                      # operands rounded stochastically, in each GEMM they enter; the rest: nearest
@@ -466,9 +475,12 @@ class Recipe:
             if not isinstance(given, (tuple, list)) or not set(given) <= set(allowed):
                 raise ValueError(f"{field} takes a tuple with some of {', '.join(allowed)}; got {given!r}")
             object.__setattr__(self, field, tuple(given))
-        swaps = [s.split(":") for s in self.swap]
-        if any(len(s) != 2 or s[0] not in GEMMS + OPERANDS for s in swaps):
+        object.__setattr__(self, "swap", tuple(self.swap))
+        swaps = [str(s).split(":") for s in self.swap]
+        if any(len(s) != 2 or s[0] not in GEMMS + OPERANDS for s in swaps) or len({s[0] for s in swaps}) < len(swaps):
             raise ValueError(f"swap takes NAME:FORMAT, NAME one of {', '.join(GEMMS + OPERANDS)}; got {self.swap}")
+        if self.alpha is not None and not (isinstance(self.alpha, float) and 0 < self.alpha < math.inf):
+            raise ValueError(f"alpha is a slope, a float above 0, or None; got {self.alpha!r}")
         if self.fmt is not None:
             for fmt in [self.fmt] + [fmt for _, fmt in swaps]:
                 check((self.block, self.block), fmt, self.scale, self.block, self.two_d)
@@ -617,8 +629,9 @@ def quantized_once():
 
 
 def quantize_weight(w, recipe, path, dtype, rows=None, cols=None):
-    """quantize_operand of W, or what it returned for these very values before."""
-    if WEIGHTS is None or torch.compiler.is_compiling():
+    """quantize_operand of W, or inside quantized_once what it returned before. Writing through w.data goes unseen; and
+    with noise on W, each use has its own, which a recomputed forward pass draws again."""
+    if torch.compiler.is_compiling() or WEIGHTS is None or "w" in recipe.sr:
         return quantize_operand(w, "w", recipe, path, dtype, rows=rows, cols=cols)
     key = (id(w), w._version, recipe, path, dtype)
     if key not in WEIGHTS:                      # which keeps w too: its id is not given to another
@@ -713,14 +726,17 @@ def linear(x, w, recipe, offs=None):
     On a GPU the kernels multiply in bfloat16 even if x is float32 (see kernels.matmul); Y has x's dtype in any case.
     In float16 a rotated operand can overflow: RHT makes a value up to 4 times as large. Gradients of gradients and
     torch.func are not supported.
-    Raises ValueError if N or K is not a multiple of recipe.unit, or the shapes do not fit.
+    Raises ValueError if N or K is not a multiple of recipe.unit, or the shapes do not fit (what offs holds is not
+    checked: that would stall a GPU).
     """
     recipe, device = get_recipe(recipe), x.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
-    if not x.is_floating_point() or x.shape[-1] != w.shape[-1] or w.dim() != (2 if offs is None else 3):
-        raise ValueError(f"linear needs floats X (..., K) and W (N, K), or with offs X (M, K) and W (E, N, K); got "
-                         f"{x.dtype} {tuple(x.shape)} and {tuple(w.shape)}")
+    fits = w.dim() == 2 if offs is None else w.dim() == 3 and x.dim() == 2 and offs.shape == w.shape[:1]
+    if not x.is_floating_point() or x.shape[-1] != w.shape[-1] or not fits:
+        raise ValueError(f"linear needs floats X (..., K) and W (N, K), or X (M, K), W (E, N, K) and offs (E,); got "
+                         f"{x.dtype} {tuple(x.shape)}, {tuple(w.shape)} and "
+                         f"{'no offs' if offs is None else tuple(offs.shape)}")
     offs = None if offs is None else offs.to(torch.int32)
     if recipe.fmt is None:
         return F.linear(x, w.to(x.dtype)) if offs is None else F.grouped_mm(x, w.to(x.dtype).mT, offs=offs)
