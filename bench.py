@@ -960,6 +960,17 @@ def ablate_table():
     return markdown(["changed", "run", "loss error, % (seeds)", "less `ufp4`", "the paper's"], rows)
 
 
+def cause_table():
+    """Grids x slopes, RHT on all three GEMMs."""
+    records = load_results("ablate")["runs"]
+    cell = lambda label, against: compare(records, "nano", "branched", label, against)
+    shrunk, straight = ("e2m1-full-rht", "ufp4-shrunk"), ("e2m1-debiased", "ufp4")
+    rows = [[f"{grid}, RHT on all three GEMMs", cell(a, a)[0], cell(b, b)[0], cell(a, b)[1]]
+            for grid, a, b in zip(("E2M1", "E1M2"), shrunk, straight)]
+    return markdown(["loss error, % (seeds)", "shrinks (slope 0.996)", "does not (slope 1)", "effect of shrinking"],
+                    rows + [["effect of the grid", cell(*shrunk)[1], cell(*straight)[1], ""]])
+
+
 def scaling_table():
     results, rows = load_results("scaling"), []
     records = results["runs"]
@@ -1030,8 +1041,8 @@ def routing_table():
 
 
 TABLES = {"slopes": slope_table, "scales": scale_table, "sqnr": sqnr_table, "cpu": cpu_table, "loss": loss_table,
-          "ablate": ablate_table, "scaling": scaling_table, "dispatch": dispatch_table, "kernels": kernel_table,
-          "scale": growth_table, "routing": routing_table}
+          "cause": cause_table, "ablate": ablate_table, "scaling": scaling_table, "dispatch": dispatch_table,
+          "kernels": kernel_table, "scale": growth_table, "routing": routing_table}
 
 
 def fill_tables(text):
