@@ -29,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from pathlib import Path
 
 import torch
@@ -276,16 +277,24 @@ def capture(model, tokens, targets):
     return kept | {(name, "w"): m.weight.detach() for name, m in layers}
 
 
+def load_model(flags, checkpoint):
+    """(settings, data set, GPT with the checkpoint's weights) of train.py with these flags."""
+    import train
+    s = train.parse_args(flags)
+    dataset = train.prepare(s.data)
+    model = train.GPT(s, train.make_recipe(s), dataset.vocab_size)
+    dcp.load({"model": model.state_dict()}, checkpoint_id=checkpoint)           # into the model's own tensors
+    return s, dataset, model
+
+
 def bench_sqnr(args):
     import train
     flags = ["--model", "nano", "--device", "cpu", "--steps", str(args.steps), "--seed", str(args.seed)]
     out = HERE / "out" / "bench" / f"sqnr-{args.steps}-s{args.seed}"
     if not (out / f"ckpt-{args.steps:07d}").exists():
         train.train(train.parse_args([*flags, "--recipe", "bf16", "--sample", "0", "--out", str(out)]))
-    s = train.parse_args([*flags, "--recipe", "bf16"])
-    dataset, signs = train.prepare(s.data), ufp4.random_signs(args.seed)
-    model = train.GPT(s, ufp4.RECIPES["bf16"], dataset.vocab_size)
-    dcp.load({"model": model.state_dict()}, checkpoint_id=train.checkpoints(out)[-1])
+    s, dataset, model = load_model([*flags, "--recipe", "bf16"], train.checkpoints(out)[-1])
+    signs = ufp4.random_signs(args.seed)
     tensors = capture(model, *train.get_batch([train.read_tokens(p) for p in dataset.train], s, s.steps))
     results = {"seed": args.seed, "settings": vars(s), "tensors": [], "paper fc2 x": PAPER_SQNR,
                "swiglu-like": measure(samples("swiglu", (4096, 512), torch.Generator().manual_seed(args.seed)), signs)}
@@ -367,7 +376,7 @@ def bench_cpu(args):
 
 
 def train_run(job, args):
-    """One run of train.py in a process of its own -> its record."""
+    """One run of train.py in a process of its own -> its results."""
     import train
     out = args.runs / f"{job['model']}-{job['estimator']}-{job['label']}-s{job['seed']}"
     branch_step = 2 * train.parse_args([*MODELS[job["model"]], *args.train]).steps // 3
@@ -381,19 +390,18 @@ def train_run(job, args):
         command += ["--branch", str(start)]
     env = {**os.environ, "OMP_NUM_THREADS": str(max(1, os.cpu_count() // args.jobs))}
     done = subprocess.run(command, env=env, capture_output=True, text=True)
-    record = {k: job[k] for k in ("model", "label", "recipe", "seed", "estimator")} | {"flags": args.train}
     if done.returncode == 3:                                                    # diverged: a result too
-        return {**record, "val_loss": None, "error": done.stderr.strip().splitlines()[-1]}
+        return {"val_loss": None, "error": done.stderr.strip().splitlines()[-1]}
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
     lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    return {**record, "val_loss": lines[-1]["val_loss"], "steps": lines[-1]["step"],
-            "tokens_per_s": lines[-1]["tokens_per_s"], "settings": lines[0]["settings"],
+    return {"val_loss": lines[-1]["val_loss"], "steps": lines[-1]["step"], "tokens_per_s": lines[-1]["tokens_per_s"],
+            "settings": lines[0]["settings"],
             "curve": [[r["step"], round(r["train_loss"], 4)] for r in lines[1:]]}
 
 
 def forward_run(job, args):
-    """A finished run's weights, evaluated with another forward pass -> its record. own weights, bf16 forward: how much
+    """A finished run's weights, evaluated with another forward pass -> its results. own weights, bf16 forward: how much
     of the gap is in the weights; bf16 weights, own forward: how much is noise of the forward pass."""
     import train
     own = job["estimator"] == "own forward"
@@ -403,13 +411,9 @@ def forward_run(job, args):
         raise RuntimeError(f"{job['label']}, seed {job['seed']}: no weights, since it diverged or was"
                            " not run with --estimators branched")
     forward = ["--recipe", job["recipe"], *job["flags"]] if own else ["--recipe", "bf16"]
-    s = train.parse_args([*MODELS[job["model"]], *args.train, *forward, "--seed", str(job["seed"])])
-    dataset, recipe = train.prepare(s.data), train.make_recipe(s)
-    model = train.GPT(s, recipe, dataset.vocab_size)
-    dcp.load({"model": model.state_dict()}, checkpoint_id=paths[-1])            # into the model's own tensors
-    loss = train.evaluate(model, train.read_tokens(dataset.val[0]), s)
-    record = {k: job[k] for k in ("model", "label", "recipe", "seed", "estimator")}
-    return {**record, "flags": args.train, "val_loss": loss}
+    flags = [*MODELS[job["model"]], *args.train, *forward, "--seed", str(job["seed"])]
+    s, dataset, model = load_model(flags, paths[-1])
+    return {"val_loss": train.evaluate(model, train.read_tokens(dataset.val[0]), s)}
 
 
 def train_all(args, rows, name):
@@ -432,8 +436,10 @@ def train_all(args, rows, name):
         jobs = [j for j in jobs if key(j) not in have]
         with concurrent.futures.ThreadPoolExecutor(workers) as pool:
             try:
-                for done in concurrent.futures.as_completed([pool.submit(run, j, args) for j in jobs]):
-                    records.append(done.result())
+                started = {pool.submit(run, j, args): j for j in jobs}
+                for done in concurrent.futures.as_completed(started):
+                    records.append({**{k: v for k, v in started[done].items() if k != "flags"}, "flags": args.train,
+                                    **done.result()})
                     save(name, {"runs": sorted(records, key=key)})
                     print("{model} {label:16s} {estimator} seed {seed}: {val_loss}".format(**records[-1]), flush=True)
             except BaseException as e:                                          # Ctrl-C, or a run that failed
@@ -551,7 +557,7 @@ def draw_loss(axes, records, model):
         steps = sorted(gaps)
         means = [statistics.mean(sum((gaps[s] for s in steps[max(0, i - 4):i + 1]), [])) for i in range(len(steps))]
         axes[1].plot(steps, means, color=f"C{at}", label=label, lw=1)
-    axes[1].set(xlabel="step", ylabel="training loss over BF16's, % (mean of 50 steps)", title="Loss curves")
+    axes[1].set(xlabel="step", ylabel="over the BF16 loss, %", title="Training loss, mean of 50 steps")
     axes[1].legend(fontsize=7)
 
 
@@ -1090,5 +1096,6 @@ if __name__ == "__main__":
         p.add_argument("--quick", action="store_true", help="300 steps, 2 seeds, branched only")
         p.add_argument("--runs", type=Path, default=HERE / "out" / "bench", help="where the runs go")
         p.add_argument("train", nargs="*", help="more flags for train.py, after --")
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")          # loading a checkpoint in one process
     arguments = parser.parse_args()
     globals()[f"bench_{arguments.command}"](arguments)

@@ -21,7 +21,7 @@ its optimizer state, gathers a block's weights to compute the block, and multipl
   single process, the float32 weight: then all get the same 4 bits. "Mixed precision" is the autocast after that.
 - Blocks along tokens (wgrad), and the amax of a tensor for two-level (E4M3) scales, are those of what one GEMM
   multiplies: all of W; of X and dY the rank's own rows. Each product is scaled and unscaled by its own amax, so no rank
-  need know another's. N processes thus compute, in the same order, what one does with --grad-accum N.
+  need know another's. N processes compute what one does with --grad-accum N, but for the order of sums over ranks.
 - Noise for stochastic rounding is seeded by (seed, step, rank) at each step: ranks differ, a resumed run repeats, and a
   checkpoint need not hold the random states of a certain number of processes.
 """

@@ -591,7 +591,7 @@ def quantize_operand(x, operand, recipe, path, dtype, rows=None, cols=None, keep
         if not (keep and dim == -2):
             return fused(rotate_round, *args, dtype, alpha)
         codes, s, t = fused(rotate_pack, *args, alpha)
-        return Quantized(codes, s.to(STORED[recipe.scale[:4]]), t, fmt)
+        return Quantized(codes, s.to(STORED[recipe.scale[:4]]), t, fmt)         # packed along columns: for restore
 
     a, b = reference(rows, -1) if rows else None, reference(cols, -2) if cols else None
     return a, b if b is None or keep else b.mT
