@@ -252,7 +252,7 @@ def test_two_d_blocks_share_a_scale_and_quantize_transposes_alike():
 def test_fake_quantize_equals_dequantize_bit_for_bit(name):
     for scale, block in SCALE_BLOCKS[:1] if "+" in name else SCALE_BLOCKS:
         for stochastic in (False, True):
-            for two_d in (False, True):
+            for two_d in (False,) if "+" in name else (False, True):
                 x = adversarial()
                 if scale == "e4m3":                     # else the largest row sets the scale of all, and they are zeros
                     x[6:9] = torch.tensor([1.0, NAN if two_d else 300.0, -0.0])[:, None]

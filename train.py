@@ -916,9 +916,11 @@ def main(argv=None):
         if WORLD > 1:
             connect(s)
         train(s)
-        if WORLD > 1:
-            dist.destroy_process_group()
-        return
+        if WORLD == 1:
+            return
+        dist.barrier(patient)
+        dist.destroy_process_group()
+        message, code = None, 0
     except (ValueError, OSError, ImportError) as error:
         only_rank_0()
         message, code = error, 3 if isinstance(error, Diverged) else 1
@@ -931,8 +933,10 @@ def main(argv=None):
             raise
         message, code = f"rank {RANK} stops, for another has stopped or can't be reached; --resume goes on from the " \
                         f"last checkpoint in {s.out} ({str(error).split('. ')[0]})", 1
-    print(f"train.py: {message}", file=sys.stderr, flush=True)
-    os._exit(code)                                      # without waiting for the ranks that are gone
+    if message:
+        print(f"train.py: {message}", file=sys.stderr)
+    sys.stdout.flush(), sys.stderr.flush()
+    os._exit(code)                                      # no waiting for ranks that are gone, nor for gloo's threads
 
 
 if __name__ == "__main__":
