@@ -952,8 +952,9 @@ def loss_table():
     records, rows = load_results("loss")["runs"], []
     for label, _, _ in LOSS_ROWS[1:]:
         scratch, branched, *parts = (compare(records, "nano", e, label, "e2m1") for e in ESTIMATORS)
-        rows.append([f"`{label}`", *scratch, *branched, *(p[0] for p in parts), paper(label, "e2m1")])
-    return markdown(["loss error, % (seeds)", "from scratch", "less `e2m1`", "branched", "less `e2m1`",
+        rows.append([f"`{label}`", *scratch, *branched, compare(records, "nano", "branched", label, "ufp4")[1],
+                     *(p[0] for p in parts), paper(label, "e2m1")])
+    return markdown(["loss error, % (seeds)", "from scratch", "less `e2m1`", "branched", "less `e2m1`", "less `ufp4`",
                      "of it, in the weights", "forward noise alone", "the paper, Dense 1.5B"],
                     [row for row in rows if any(row[1:-1])])
 
