@@ -1722,9 +1722,9 @@ class TestKernels:
         with pytest.raises(TypeError, match="bfloat16, float16 and float32, not torch.float64"):
             kernels.quantize(randn(16, 16).double(), f)
         with pytest.raises(ValueError, match="blocks and Hadamard matrices of 16 and 32"):
-            kernels.quantize(randn(16, 16), f, block=8)
+            kernels.quantize(randn(16, 16).to(DEVICE), f, block=8)
         with pytest.raises(ValueError, match="multiples of 16, got 24"):
-            kernels.quantize(randn(16, 24), f)
+            kernels.quantize(randn(16, 24).to(DEVICE), f)
         monkeypatch.setattr(kernels, "INTERPRET", False)
         with pytest.raises(ValueError, match="need a GPU tensor"):
             kernels.quantize(torch.zeros(16, 16), f)
@@ -2024,7 +2024,7 @@ def test_backends_are_chosen_and_said(monkeypatch):
         ufp4.cached_path.cache_clear()
         with pytest.warns(UserWarning, match=f"runs on the reference path.*{message}") as said:
             for _ in range(3):
-                assert ufp4.choose_path(broken, gpu, torch.float32) is None
+                assert ufp4.choose_path(broken.key, gpu, torch.float32) is None
         assert len(said) == 1
     ufp4.cached_path.cache_clear()
     monkeypatch.setattr(kernels, "require", lambda *_: None)
@@ -2032,14 +2032,14 @@ def test_backends_are_chosen_and_said(monkeypatch):
     route = kernels.route                               # as an older Triton would take it
     monkeypatch.setattr(kernels, "route", lambda r, a, version=(3, 6): route(r, a, version))
     with pytest.warns(UserWarning, match="slower path 'cublas'.*Triton before 3.9") as said:
-        assert [ufp4.choose_path(RECIPES["ufp4-e4m3"], gpu, torch.float32) for _ in range(2)] == ["cublas"] * 2
-    assert len(said) == 1 and ufp4.choose_path(RECIPES["nvfp4"], gpu, torch.float32) == "fp4"
+        assert [ufp4.choose_path(RECIPES["ufp4-e4m3"].key, gpu, torch.float32) for _ in range(2)] == ["cublas"] * 2
+    assert len(said) == 1 and ufp4.choose_path(RECIPES["nvfp4"].key, gpu, torch.float32) == "fp4"
     ufp4.cached_path.cache_clear()
 
 
 def test_without_triton_it_says_so_once():
     code = ("import sys; sys.modules['triton'] = None; import torch, ufp4; gpu = torch.device('cuda');"
-            "print([ufp4.choose_path(ufp4.get_recipe('ufp4'), gpu, torch.float32) for _ in 'ab'])")
+            "print([ufp4.choose_path(ufp4.get_recipe('ufp4').key, gpu, torch.float32) for _ in 'ab'])")
     done = python(code, UFP4_BACKEND="")
     assert done.stdout == "[None, None]\n" and done.stderr.count("needs Triton 3.6 or newer") == 1
     done = python(code, UFP4_BACKEND="triton")

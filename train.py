@@ -811,7 +811,7 @@ def train(s):
     if WORLD > 1:
         dist.barrier(patient)                           # some may have drawn their weights long before others
     gpu = torch.cuda.get_device_name(s.device).split() if s.dtype == "bfloat16" and s.device.startswith("cuda") else ()
-    route = ufp4.choose_path(recipe, torch.device(s.device), torch.bfloat16) if gpu and recipe.fmt else None
+    route = ufp4.choose_path(recipe.key, torch.device(s.device), torch.bfloat16) if gpu and recipe.fmt else None
     best = [WORLD * fastest(*flops, route, peaks) for name, (_, peaks) in PEAKS.items() if name in gpu]    # for MFU
 
     if s.recipe != "bf16":
