@@ -502,8 +502,7 @@ ABLATIONS = {
 PAPER_ERROR = {"ufp4": 0.9673, "e2m1": 1.2570}
 PAPER_LOSS = {"ufp4": 1.88079, "rht none": 1.89202, "rht wgrad": 1.88721, "rht dgrad,wgrad": 1.88912,
               "rht fprop,wgrad": 1.88558, "sr none": 1.88535}
-ABLATE_ROWS = [BF16, UFP4, ("e2m1", "e2m1", [])] + [row for rows in ABLATIONS.values() for row in rows]
-SCALING_ROWS = [BF16, UFP4, ("e2m1", "e2m1", [])]
+BASE_ROWS = [BF16, UFP4, ("e2m1", "e2m1", [])]
 
 
 def bench_training(args, name, rows, against):
@@ -514,7 +513,6 @@ def bench_training(args, name, rows, against):
         rows = [r for r in rows if r[0] in args.rows or r[0] == "bf16"]
     if args.quick:
         args.seeds, args.estimators, args.train = 2, ["branched"], args.train + ["--steps", "300"]
-        rows = rows[:13] if args.rows is None else rows             # of ablate: RHT, SR and slope
         name += "-quick"
     records = train_all(args, rows, name)
     for model in args.models:
@@ -562,7 +560,8 @@ def draw_loss(axes, records, model):
 
 
 def bench_ablate(args):
-    records = bench_training(args, "ablate", ABLATE_ROWS, "ufp4")
+    groups = list(ABLATIONS.values())[:3 if args.quick and not args.rows else None]         # quick: RHT, SR and slope
+    records = bench_training(args, "ablate", BASE_ROWS + [row for rows in groups for row in rows], "ufp4")
     figure("ablate", 1, lambda ax: draw_ablate(ax, records, args.models[0]), 5.5)
 
 
@@ -581,7 +580,7 @@ def draw_ablate(ax, records, model):
 
 
 def bench_scaling(args):
-    records = bench_training(args, "scaling", SCALING_ROWS, "e2m1")
+    records = bench_training(args, "scaling", BASE_ROWS, "e2m1")
     fits = fit_scaling(records)
     for kind, fit in fits.items():
         print(f"\n{kind}, L(C) = a C^-b over {fit['sizes']} sizes: b = " +
@@ -606,7 +605,7 @@ def by_compute(records, kind):
     flops = {r["model"]: compute(r["settings"]) for r in records if r["label"] == "bf16"}
     points = collections.defaultdict(lambda: collections.defaultdict(list))
     for model in sorted((m for m in SIZES[kind] if m in flops), key=flops.get):
-        for label, _, _ in SCALING_ROWS:
+        for label, _, _ in BASE_ROWS:
             estimator = "scratch" if label == "bf16" else "branched"
             loss = {r["seed"]: r["val_loss"] for r in records
                     if (r["model"], r["label"], r["estimator"]) == (model, label, estimator)}
@@ -744,6 +743,7 @@ SPEEDS = {                                  # what is measured, in this order: i
     "RHT + quantize in one kernel / quantize alone": "at most 1.06 (1.02), the paper's",
     "RHT, then quantize / quantize alone": "the paper's 1.62",
     "linear layer, forward + backward, `ufp4` / bf16": "at most 1.30 (1.15)",
+    "the same, calls queued ahead: the GPU's time alone": "",
     "packed GEMM, decoded once for cuBLAS: share of cuBLAS bf16": "the better of the two: 0.55",
     "packed GEMM, decoded in the kernel: share of cuBLAS bf16": "the better of the two: 0.55",
     "training step, `small`, compiled, `ufp4` / bf16": "at most 1.6 (1.3)",
@@ -822,9 +822,10 @@ def kernel_speeds(sizes, time, device, compiled):
     m, k, f = sizes["linear"]
     v, dy = (torch.randn(m, c, device=device, dtype=torch.bfloat16) for c in (k, f))
     v.requires_grad_()
-    layers = (ufp4.Linear(k, f, bias=False, device=device, dtype=torch.bfloat16, recipe=r) for r in ("bf16", "ufp4"))
-    base, ms = (time(lambda: torch.autograd.grad(layer(v), (v, layer.weight), dy), ahead=False) for layer in layers)
-    yield next(names), ms, ms[0] / base[0], ""
+    layers = [ufp4.Linear(k, f, bias=False, device=device, dtype=torch.bfloat16, recipe=r) for r in ("bf16", "ufp4")]
+    for ahead in (False, True):
+        base, ms = (time(lambda: torch.autograd.grad(layer(v), (v, layer.weight), dy), ahead=ahead) for layer in layers)
+        yield next(names), ms, ms[0] / base[0], ""
 
     for path in ("cublas", "decode"):
         a, b = (quantize(t, swizzle=path != "cublas")[0] for t in (x, w))
