@@ -396,7 +396,7 @@ def train_run(job, args):
         raise RuntimeError(f"{' '.join(command)} failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
     lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     return {"val_loss": lines[-1]["val_loss"], "steps": lines[-1]["step"], "tokens_per_s": lines[-1]["tokens_per_s"],
-            "settings": lines[0]["settings"],
+            "settings": {k: v for k, v in lines[0]["settings"].items() if k not in ("out", "branch")},
             "curve": [[r["step"], round(r["train_loss"], 4)] for r in lines[1:]]}
 
 
@@ -457,9 +457,9 @@ def relative_errors(records, model, estimator, label):
             for seed, loss in losses(model, label, estimator).items() if seed in bf16}
 
 
-def show(ci, scale=100):
+def show(ci, scale=100, digits=2):
     mean, half = ci
-    return f"{scale * mean:.2f}" + ("" if half is None else f" ± {scale * half:.2f}")
+    return f"{scale * mean:.{digits}f}" + ("" if half is None else f" ± {scale * half:.{digits}f}")
 
 
 def compare(records, model, estimator, label, against):
@@ -495,8 +495,8 @@ ABLATIONS = {
     "range of E2M1": [(r, r, []) for r in ("e2m1-max2", "e2m1-max3", "e2m1-max4")],
     "scales": [(f"{r} {scale}", r, ["--scale", scale]) for scale in ("e4m3-nearest", "e4m3-up", "e8m0")
                for r in ("ufp4", "e2m1")],
-    "block": [(f"block {n}", "ufp4", ["--block", n]) for n in ("32", "64")],
-    "Hadamard size": [(f"rht block {n}", "ufp4", ["--rht-block", n]) for n in ("32", "64")],
+    "block": [(f"block {n}", "ufp4", ["--block", n]) for n in ("8", "32")],
+    "Hadamard size": [(f"rht block {n}", "ufp4", ["--rht-block", n]) for n in ("8", "32")],
 }
 # The paper's section 4: loss error of Dense 1.5B in % (Q2), and mean losses of its ablations (Q4).
 PAPER_ERROR = {"ufp4": 0.9673, "e2m1": 1.2570}
@@ -584,25 +584,28 @@ def bench_scaling(args):
     fits = fit_scaling(records)
     for kind, fit in fits.items():
         print(f"\n{kind}, L(C) = a C^-b over {fit['sizes']} sizes: b = " +
-              ", ".join(f"{label} {show(ci, 1)}" for label, ci in fit["exponent"].items()))
+              ", ".join(f"{label} {show(ci, 1, 3)}" for label, ci in fit["exponent"].items()))
         print("change of the loss error per tenfold compute, in % of the BF16 loss: " +
               ", ".join(f"{label} {show(ci)}" for label, ci in fit["gap"].items()))
+        if "difference" in fit:
+            print("loss error of ufp4 less e2m1's, mean of the sizes:", show(fit["difference"]))
     save("scaling", {"runs": records, "fits": fits})
     figure("scaling", 2, lambda axes: draw_scaling(axes, records))
 
 
 def compute(settings):
-    """FLOPs of a run: 6 for each parameter that a token uses, and token (forward 2, backward 4)."""
+    """(parameters, FLOPs) of a run: 6 for each parameter that a token uses, and token (forward 2, backward 4)."""
     import train
     s = argparse.Namespace(**{"remat": False, **settings})
     with torch.device("meta"):
         model = train.GPT(s, ufp4.RECIPES["bf16"], train.vocabulary(s.data.partition("-")[0]))
-    return 6 * train.counts(model, s)[1] * s.steps * s.batch_size * s.seq_len
+    total, active, *_ = train.counts(model, s)
+    return total, 6 * active * s.steps * s.batch_size * s.seq_len
 
 
 def by_compute(records, kind):
     """{label: {seed: [(FLOPs, loss, loss error)]}}, sizes ascending."""
-    flops = {r["model"]: compute(r["settings"]) for r in records if r["label"] == "bf16"}
+    flops = {r["model"]: compute(r["settings"])[1] for r in records if r["label"] == "bf16"}
     points = collections.defaultdict(lambda: collections.defaultdict(list))
     for model in sorted((m for m in SIZES[kind] if m in flops), key=flops.get):
         for label, _, _ in BASE_ROWS:
@@ -616,20 +619,24 @@ def by_compute(records, kind):
 
 def fit_scaling(records):
     """For each kind of model: the exponent b of L = a C^-b, and the change of the loss error with log10 C, each fitted
-    by least squares to the sizes of one seed; mean and 95% interval over seeds."""
+    by least squares to the sizes of one seed; and ufp4's loss error less e2m1's, the mean of all sizes of one seed.
+    Means and 95% intervals over seeds that have every size."""
     fits = {}
     for kind in SIZES:
         points = by_compute(records, kind)
         sizes = max((len(p) for seeds in points.values() for p in seeds.values()), default=0)
         if sizes < 3:
             continue
-        fits[kind] = {"sizes": sizes, "exponent": {}, "gap": {}}
+        fits[kind], errors = {"sizes": sizes, "exponent": {}, "gap": {}}, {}
         for label, seeds in points.items():
             whole = [p for p in seeds.values() if len(p) == sizes]
+            errors[label] = {seed: statistics.mean(e for *_, e in p) for seed, p in seeds.items() if len(p) == sizes}
             line = lambda p, y: statistics.linear_regression([math.log10(c) for c, *_ in p], [y(q) for q in p]).slope
             fits[kind]["exponent"][label] = interval([-line(p, lambda q: math.log10(q[1])) for p in whole])
             if label != "bf16":
                 fits[kind]["gap"][label] = interval([line(p, lambda q: q[2]) for p in whole])
+        if both := errors.get("ufp4", {}).keys() & errors.get("e2m1", {}).keys():
+            fits[kind]["difference"] = interval([errors["ufp4"][seed] - errors["e2m1"][seed] for seed in both])
     return fits
 
 
@@ -987,8 +994,20 @@ def scaling_table():
             settings = [r["settings"] for r in records if (r["model"], r["label"]) == (model, "bf16")]
             if settings:
                 cells = [compare(records, model, "branched", label, "e2m1") for label in ("e2m1", "ufp4")]
-                rows.append([model, f"{compute(settings[0]):.1e}", cells[0][0], *cells[1]])
-    return markdown(["size", "FLOPs", "`e2m1`, % (seeds)", "`ufp4`, % (seeds)", "`ufp4` less `e2m1`"], rows)
+                parameters, flops = compute(settings[0])
+                rows.append([model, f"{parameters:,}", f"{flops:.1e}", cells[0][0], *cells[1]])
+    return markdown(["size", "parameters", "FLOPs", "`e2m1`, % (seeds)", "`ufp4`, % (seeds)", "`ufp4` less `e2m1`"],
+                    rows)
+
+
+def fits_table():
+    fits = load_results("scaling")["fits"]
+    rows = [["exponent b of L(C) = a C^-b, " + label, *(show(f["exponent"][label], 1, 3) for f in fits.values())]
+            for label in ("bf16", "ufp4", "e2m1")]
+    rows += [[f"loss error of {label}, change for tenfold compute, %", *(show(f["gap"][label]) for f in fits.values())]
+             for label in ("ufp4", "e2m1")]
+    rows += [["loss error of ufp4 less e2m1's, mean of the sizes, %", *(show(f["difference"]) for f in fits.values())]]
+    return markdown(["", *fits], rows)
 
 
 def sqnr_table():
@@ -1049,8 +1068,8 @@ def routing_table():
 
 
 TABLES = {"slopes": slope_table, "scales": scale_table, "sqnr": sqnr_table, "cpu": cpu_table, "loss": loss_table,
-          "cause": cause_table, "ablate": ablate_table, "scaling": scaling_table, "dispatch": dispatch_table,
-          "kernels": kernel_table, "scale": growth_table, "routing": routing_table}
+          "cause": cause_table, "ablate": ablate_table, "scaling": scaling_table, "fits": fits_table,
+          "dispatch": dispatch_table, "kernels": kernel_table, "scale": growth_table, "routing": routing_table}
 
 
 def fill_tables(text):

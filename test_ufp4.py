@@ -1443,17 +1443,30 @@ def test_scaling_fits_recover_a_power_law_and_a_slope():
     records = []
     for model in bench.SIZES["dense"]:
         s = vars(train.parse_args([*bench.MODELS[model], "--device", "cpu"]))
-        c = bench.compute(s)
+        c = bench.compute(s)[1]
         for seed in range(3):
             loss = 3 * c**-0.05 * (1 + 0.01 * seed)
             records += [run_record(model, "bf16", seed, loss, s),
-                        run_record(model, "ufp4", seed, loss * (1.03 - 0.001 * math.log10(c)), s)]
+                        run_record(model, "ufp4", seed, loss * (1.03 - 0.001 * math.log10(c)), s),
+                        run_record(model, "e2m1", seed, loss * (1.032 - 0.001 * math.log10(c)), s)]
+    records += [run_record(model, label, 3, 9.0 - (label == "bf16"), s) for label in ("bf16", "ufp4", "e2m1")]
     fit = bench.fit_scaling(records)["dense"]
     assert fit["sizes"] == 5 and fit["exponent"]["bf16"] == pytest.approx((0.05, 0), abs=1e-9)
     assert fit["gap"]["ufp4"] == pytest.approx((-0.001, 0), abs=1e-9)
+    assert fit["difference"] == pytest.approx((-0.002, 0), abs=1e-9)            # without seed 3, which has one size
     s = train.parse_args([*bench.MODELS["moe-32"], "--device", "cpu"])          # by hand: 3 of 16 experts a token
     active = 4 * 32**2 + 4 * 3 * 32 * 32 + 16 * 32 + 2 * 32 + 32 + 2 * 256 * 32
-    assert bench.compute(vars(s)) == 6 * active * 800 * 8 * 256
+    total = active + 13 * 3 * 32 * 32
+    assert bench.compute(vars(s)) == (total, 6 * active * 800 * 8 * 256)
+
+
+def test_every_run_of_loss_ablate_and_scaling_fits_its_model():
+    rows = {m: bench.BASE_ROWS for sizes in bench.SIZES.values() for m in sizes}
+    rows["nano"] = bench.LOSS_ROWS + [row for group in bench.ABLATIONS.values() for row in group]
+    for model, label, recipe, flags in ((m, *row) for m in rows for row in rows[m]):
+        s = train.parse_args([*bench.MODELS[model], "--recipe", recipe, *flags, "--device", "cpu"])
+        with torch.device("meta"):
+            train.GPT(s, train.make_recipe(s), 256)     # raises if a layer's size does not fit the recipe's blocks
 
 
 def test_loss_errors_are_paired_by_seed_and_signed():
