@@ -375,10 +375,14 @@ def bench_cpu(args):
 # loss, ablate: train many small models and compare
 
 
+def folder(args, model, estimator, label, seed):
+    return args.runs / f"{model}-{estimator}-{label}-s{seed}"
+
+
 def train_run(job, args):
     """One run of train.py in a process of its own -> its results."""
     import train
-    out = args.runs / f"{job['model']}-{job['estimator']}-{job['label']}-s{job['seed']}"
+    out = folder(args, job["model"], job["estimator"], job["label"], job["seed"])
     branch_step = 2 * train.parse_args([*MODELS[job["model"]], *args.train]).steps // 3
     command = [sys.executable, str(HERE / "train.py"), "--seed", str(job["seed"]), "--out", str(out), "--recipe",
                job["recipe"], *job["flags"], *MODELS[job["model"]], *args.train, "--sample", "0",
@@ -386,8 +390,8 @@ def train_run(job, args):
     if list(out.glob("ckpt-*")):
         command += ["--resume"]
     elif job["estimator"] == "branched":
-        start = args.runs / f"{job['model']}-scratch-bf16-s{job['seed']}" / f"ckpt-{branch_step:07d}"
-        command += ["--branch", str(start)]
+        start = folder(args, job["model"], "scratch", "bf16", job["seed"])
+        command += ["--branch", str(start / f"ckpt-{branch_step:07d}")]
     env = {**os.environ, "OMP_NUM_THREADS": str(max(1, os.cpu_count() // args.jobs))}
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     if done.returncode == 3:                                                    # diverged: a result too
@@ -405,8 +409,8 @@ def forward_run(job, args):
     of the gap is in the weights; bf16 weights, own forward: how much is noise of the forward pass."""
     import train
     own = job["estimator"] == "own forward"
-    start = "scratch-bf16" if own else f"branched-{job['label']}"
-    paths = train.checkpoints(args.runs / f"{job['model']}-{start}-s{job['seed']}")
+    start = ("scratch", "bf16") if own else ("branched", job["label"])
+    paths = train.checkpoints(folder(args, job["model"], *start, job["seed"]))
     if not paths:
         raise RuntimeError(f"{job['label']}, seed {job['seed']}: no weights, since it diverged or was"
                            " not run with --estimators branched")
@@ -418,27 +422,37 @@ def forward_run(job, args):
 
 def train_all(args, rows, name):
     """Models x seeds x estimators x rows, skipping what data/results/NAME.json has; returns the records. The first row
-    is bf16, from whose runs the others branch."""
+    is bf16, from whose runs the others branch. A run whose weights another one starts from is repeated if they are not
+    at hand, as in a fresh clone."""
     path = RESULTS / f"{name}.json"
     records = json.loads(path.read_text())["runs"] if path.exists() else []
     if any(r["flags"] != args.train for r in records if r["model"] in args.models):
         sys.exit(f"bench.py: {path} has runs with other flags for train.py; move it away to start anew")
     key = lambda r: (r["model"], r["label"], r["seed"], r["estimator"])
-    grid = [(model, seed, estimator, row) for seed in range(args.seeds) for model in args.models
-            for estimator in args.estimators for row in rows[1:]]
-    first = [(model, seed, "scratch", rows[0]) for seed in range(args.seeds) for model in args.models]
-    trained, evaluated = ([g for g in grid if ("forward" in g[2]) == forward] for forward in (False, True))
-    for part, run, workers in ((first, train_run, args.jobs), (trained, train_run, args.jobs),
-                               (evaluated, forward_run, 1)):
-        have = {key(r) for r in records}
+    have = {key(r) for r in records}
+
+    def pending(estimators, rows, starts=()):
+        """Jobs without a record, and those among `starts`, keys like records', without weights."""
         jobs = [{"model": model, "label": label, "recipe": recipe, "flags": flags, "seed": seed, "estimator": estimator}
-                for model, seed, estimator, (label, recipe, flags) in part]
-        jobs = [j for j in jobs if key(j) not in have]
+                for seed in range(args.seeds) for model in args.models for estimator in estimators
+                for label, recipe, flags in rows]
+        return [j for j in jobs if key(j) not in have or key(j) in starts and
+                not list(folder(args, j["model"], j["estimator"], j["label"], j["seed"]).glob("ckpt-*"))]
+
+    evaluated = pending([e for e in args.estimators if "forward" in e], rows[1:])
+    trained = pending([e for e in args.estimators if "forward" not in e], rows[1:],
+                      {key({**j, "estimator": "branched"}) for j in evaluated if j["estimator"] == "bf16 forward"})
+    first = pending(["scratch"], rows[:1], {key({**j, "estimator": "scratch", "label": "bf16"})
+                                            for j in trained + evaluated if j["estimator"] != "scratch"})
+    for jobs, run, workers in ((first, train_run, args.jobs), (trained, train_run, args.jobs),
+                               (evaluated, forward_run, 1)):
         with concurrent.futures.ThreadPoolExecutor(workers) as pool:
             try:
                 started = {pool.submit(run, j, args): j for j in jobs}
                 for done in concurrent.futures.as_completed(started):
-                    records.append({**{k: v for k, v in started[done].items() if k != "flags"}, "flags": args.train,
+                    job = started[done]
+                    records = [r for r in records if key(r) != key(job)]
+                    records.append({**{k: v for k, v in job.items() if k != "flags"}, "flags": args.train,
                                     **done.result()})
                     save(name, {"runs": sorted(records, key=key)})
                     print("{model} {label:16s} {estimator} seed {seed}: {val_loss}".format(**records[-1]), flush=True)
@@ -506,6 +520,7 @@ BASE_ROWS = [BF16, UFP4, ("e2m1", "e2m1", [])]
 
 
 def bench_training(args, name, rows, against):
+    """Train what the rows say, print the table -> (records, the name under which they are saved)."""
     if args.rows:
         unknown = set(args.rows) - {label for label, _, _ in rows}
         if unknown:
@@ -522,7 +537,7 @@ def bench_training(args, name, rows, against):
                 print("{:16s} {:22s} {}".format(label, *compare(records, model, estimator, label, against)))
     published = [f"{label} {paper(label, against)}" for label, _, _ in rows[1:] if paper(label, against)]
     print("\nthe paper, Dense 1.5B, %:", ", ".join(published))
-    return records
+    return records, name
 
 
 def paper(label, against):
@@ -533,8 +548,8 @@ def paper(label, against):
 
 
 def bench_loss(args):
-    records = bench_training(args, "loss", LOSS_ROWS, "e2m1")
-    figure("loss", 2, lambda axes: draw_loss(axes, records, args.models[0]))
+    records, name = bench_training(args, "loss", LOSS_ROWS, "e2m1")
+    figure(name, 2, lambda axes: draw_loss(axes, records, args.models[0]))
 
 
 def draw_loss(axes, records, model):
@@ -561,8 +576,8 @@ def draw_loss(axes, records, model):
 
 def bench_ablate(args):
     groups = list(ABLATIONS.values())[:3 if args.quick and not args.rows else None]         # quick: RHT, SR and slope
-    records = bench_training(args, "ablate", BASE_ROWS + [row for rows in groups for row in rows], "ufp4")
-    figure("ablate", 1, lambda ax: draw_ablate(ax, records, args.models[0]), 5.5)
+    records, name = bench_training(args, "ablate", BASE_ROWS + [row for rows in groups for row in rows], "ufp4")
+    figure(name, 1, lambda ax: draw_ablate(ax, records, args.models[0]), 5.5)
 
 
 def draw_ablate(ax, records, model):
@@ -580,7 +595,7 @@ def draw_ablate(ax, records, model):
 
 
 def bench_scaling(args):
-    records = bench_training(args, "scaling", BASE_ROWS, "e2m1")
+    records, name = bench_training(args, "scaling", BASE_ROWS, "e2m1")
     fits = fit_scaling(records)
     for kind, fit in fits.items():
         print(f"\n{kind}, L(C) = a C^-b over {fit['sizes']} sizes: b = " +
@@ -589,8 +604,8 @@ def bench_scaling(args):
               ", ".join(f"{label} {show(ci)}" for label, ci in fit["gap"].items()))
         if "difference" in fit:
             print("loss error of ufp4 less e2m1's, mean of the sizes:", show(fit["difference"]))
-    save("scaling", {"runs": records, "fits": fits})
-    figure("scaling", 2, lambda axes: draw_scaling(axes, records))
+    save(name, {"runs": records, "fits": fits})
+    figure(name, 2, lambda axes: draw_scaling(axes, records))
 
 
 def compute(settings):
@@ -604,16 +619,17 @@ def compute(settings):
 
 
 def by_compute(records, kind):
-    """{label: {seed: [(FLOPs, loss, loss error)]}}, sizes ascending."""
+    """{label: {seed: [(FLOPs, loss, loss error)]}}, sizes ascending; of a size, the seeds that all its labels have."""
     flops = {r["model"]: compute(r["settings"])[1] for r in records if r["label"] == "bf16"}
     points = collections.defaultdict(lambda: collections.defaultdict(list))
     for model in sorted((m for m in SIZES[kind] if m in flops), key=flops.get):
-        for label, _, _ in BASE_ROWS:
-            estimator = "scratch" if label == "bf16" else "branched"
-            loss = {r["seed"]: r["val_loss"] for r in records
-                    if (r["model"], r["label"], r["estimator"]) == (model, label, estimator)}
-            for seed, error in relative_errors(records, model, estimator, label).items():
-                points[label][seed].append((flops[model], loss[seed], error))
+        errors = {label: relative_errors(records, model, "scratch" if label == "bf16" else "branched", label)
+                  for label, _, _ in BASE_ROWS}
+        bf16 = {r["seed"]: r["val_loss"] for r in records if (r["model"], r["label"]) == (model, "bf16")}
+        for seed in sorted(set.intersection(*(set(e) for e in errors.values() if e))):
+            for label, error in errors.items():
+                if error:
+                    points[label][seed].append((flops[model], bf16[seed] * (1 + error[seed]), error[seed]))
     return points
 
 
@@ -751,8 +767,8 @@ SPEEDS = {                                  # what is measured, in this order: i
     "RHT, then quantize / quantize alone": "the paper's 1.62",
     "linear layer, forward + backward, `ufp4` / bf16": "at most 1.30 (1.15)",
     "the same, calls queued ahead: the GPU's time alone": "",
-    "packed GEMM, decoded once for cuBLAS: share of cuBLAS bf16": "the better of the two: 0.55",
-    "packed GEMM, decoded in the kernel: share of cuBLAS bf16": "the better of the two: 0.55",
+    "packed GEMM, decoded once for cuBLAS: share of cuBLAS bf16": "the better of the two 0.55",
+    "packed GEMM, decoded in the kernel: share of cuBLAS bf16": "the better of the two 0.55",
     "training step, `small`, compiled, `ufp4` / bf16": "at most 1.6 (1.3)",
     "training step, 1B parameters, compiled, `ufp4` / bf16": "at most 1.3 (1.15)",
 }
@@ -764,12 +780,13 @@ TIMED = {"n": 8192, "linear": (8192, 4096, 4096), "vocabulary": 50304, "models":
 
 def gpu_time(f, ahead=True, repeats=30):
     """Median, smallest and largest milliseconds of f() on the GPU, after three warm-ups. With `ahead` the GPU sleeps a
-    tenth of a second while the calls queue up: its time alone counts. Without, Python's counts too, if it is slower."""
+    quarter of a second while the calls queue up: its time alone counts. Without, Python's counts too, if it is
+    slower."""
     for _ in range(3):
         f()
     torch.cuda.synchronize()
     if ahead:
-        torch.cuda._sleep(2 * 10**8)                                            # cycles, at about 1.8 GHz
+        torch.cuda._sleep(5 * 10**8)                                            # cycles, at about 1.8 GHz
     events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
     events[0].record()
     for event in events[1:]:
@@ -1002,11 +1019,13 @@ def scaling_table():
 
 def fits_table():
     fits = load_results("scaling")["fits"]
-    rows = [["exponent b of L(C) = a C^-b, " + label, *(show(f["exponent"][label], 1, 3) for f in fits.values())]
+    cell = lambda ci, *how: show(ci, *how) if ci else ""
+    rows = [["exponent b of L(C) = a C^-b, " + label, *(cell(f["exponent"].get(label), 1, 3) for f in fits.values())]
             for label in ("bf16", "ufp4", "e2m1")]
-    rows += [[f"loss error of {label}, change for tenfold compute, %", *(show(f["gap"][label]) for f in fits.values())]
-             for label in ("ufp4", "e2m1")]
-    rows += [["loss error of ufp4 less e2m1's, mean of the sizes, %", *(show(f["difference"]) for f in fits.values())]]
+    rows += [[f"loss error of {label}, change for tenfold compute, %", *(cell(f["gap"].get(label))
+             for f in fits.values())] for label in ("ufp4", "e2m1")]
+    rows.append(["loss error of ufp4 less e2m1's, mean of the sizes, %", *(cell(f.get("difference"))
+                                                                           for f in fits.values())])
     return markdown(["", *fits], rows)
 
 
