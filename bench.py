@@ -577,7 +577,7 @@ def draw_loss(axes, records, model):
 def bench_ablate(args):
     groups = list(ABLATIONS.values())[:3 if args.quick and not args.rows else None]         # quick: RHT, SR and slope
     records, name = bench_training(args, "ablate", BASE_ROWS + [row for rows in groups for row in rows], "ufp4")
-    figure(name, 1, lambda ax: draw_ablate(ax, records, args.models[0]), 5.5)
+    figure(name, 1, lambda ax: draw_ablate(ax, records, args.models[0]), 7)
 
 
 def draw_ablate(ax, records, model):

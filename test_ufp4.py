@@ -952,6 +952,15 @@ real = train.learning_rate
 train.learning_rate = lambda step, s: real(step, s) if step < 3 or train.RANK < train.WORLD - 1 \
     else os.kill(os.getpid(), 9)
 """
+LATE = """
+import time
+def late(s, real=train.train):
+    try:
+        real(s)
+    finally:
+        time.sleep(2)       # torchrun's SIGTERM is here before what main() says
+train.train = late
+"""
 
 
 @pytest.mark.parametrize("recipe,experts", [("ufp4", 0), ("ufp4", 4)])
@@ -1178,7 +1187,7 @@ def test_killed_ranks_stop_the_others_and_resume_on_any_number(settings, text, t
     flags = ["--recipe", "ufp4", "--batch-size", "6", "--experts", "3", "--top-k", "2"]
     assert run_ranks(2, [*flags, "--out", str(tmp_path / "out/whole")], text, tmp_path)[0] == 0
     out = tmp_path / "out/killed"
-    for preamble, resume, left in ((KILL_IN_SAVE.format(saves=2), [], [2]), (KILL_IN_STEP, ["--resume"], [2])):
+    for preamble, resume, left in ((KILL_IN_SAVE.format(saves=2), [], [2]), (KILL_IN_STEP + LATE, ["--resume"], [2])):
         code, _, errors, seconds = run_ranks(2, [*flags, *resume, "--out", str(out)], text, tmp_path, preamble)
         assert code and seconds < 60 and "train.py: rank 0 stops, for another has stopped" in errors, errors
         assert train.checkpoints(out) == [out / f"ckpt-{i:07d}" for i in left]

@@ -875,8 +875,9 @@ def train(s):
                 print(f"stopped after step {done} and saved; add --resume to the same command to go on")
                 sys.exit(130)
     finally:
-        for sig, handler in handlers.items():
-            signal.signal(sig, handler)
+        if WORLD == 1:                                  # torchrun sends SIGTERM when a rank is lost: it must not end
+            for sig, handler in handlers.items():       # this one before main() has said what happened
+                signal.signal(sig, handler)
         log.close()
 
     report(s, settings, model, val, dataset, val_loss)
