@@ -18,6 +18,7 @@ ends and go on where they stopped.
 import argparse
 import collections
 import concurrent.futures
+import contextlib
 import functools
 import json
 import math
@@ -65,15 +66,16 @@ def figure(name, columns, draw, height=3.4):
     fig, axes = plt.subplots(1, columns, figsize=(4.6 * columns, height), layout="constrained")
     draw(axes)
     fig.savefig(RESULTS / f"{name}.png", dpi=120)
-    print(f"wrote {RESULTS / name}.json and .png")
+    print(f"drew {RESULTS / name}.png")
 
 
 def interval(values):
     """Mean and half-width of its 95% confidence interval (Student's t), None for a single value or an infinite one."""
     t = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
     n = len(values)
-    half = None if n < 2 or math.inf in values else t.get(n, 2.0) * statistics.stdev(values) / math.sqrt(n)
-    return statistics.mean(values), half
+    if n < 2 or math.inf in values:
+        return statistics.mean(values), None
+    return statistics.mean(values), t.get(n, 1.96 + 2.5 / (n - 1)) * statistics.stdev(values) / math.sqrt(n)
 
 
 def median_time(f, repeats):
@@ -404,9 +406,29 @@ def train_run(job, args):
             "curve": [[r["step"], round(r["train_loss"], 4)] for r in lines[1:]]}
 
 
+@contextlib.contextmanager
+def output_noise():
+    """What quantization does to fprop: of each call of a quantized linear layer, in a list, (slope, noise). As the
+    paper splits an operand (section 2): with A = X W^T, Y = slope A + R, R orthogonal to A; noise = |R|^2 / |A|^2."""
+    found, linear = [], ufp4.linear
+
+    def compared(x, w, recipe, offs=None):
+        y = linear(x, w, recipe, offs)
+        a, b = linear(x, w, "bf16", offs).float(), y.float()
+        slope = (a * b).sum() / a.square().sum()
+        found.append((slope.item(), ((b - slope * a).square().sum() / a.square().sum()).item()))
+        return y
+    ufp4.linear = compared
+    try:
+        yield found
+    finally:
+        ufp4.linear = linear
+
+
 def forward_run(job, args):
     """A finished run's weights, evaluated with another forward pass -> its results. own weights, bf16 forward: how much
-    of the gap is in the weights; bf16 weights, own forward: how much is noise of the forward pass."""
+    of the gap is in the weights; bf16 weights, own forward: how much is noise of the forward pass, with the mean slope
+    and noise of the layers' outputs."""
     import train
     own = job["estimator"] == "own forward"
     start = ("scratch", "bf16") if own else ("branched", job["label"])
@@ -417,7 +439,12 @@ def forward_run(job, args):
     forward = ["--recipe", job["recipe"], *job["flags"]] if own else ["--recipe", "bf16"]
     flags = [*MODELS[job["model"]], *args.train, *forward, "--seed", str(job["seed"])]
     s, dataset, model = load_model(flags, paths[-1])
-    return {"val_loss": train.evaluate(model, train.read_tokens(dataset.val[0]), s)}
+    torch.manual_seed(job["seed"])
+    with output_noise() as found:
+        results = {"val_loss": train.evaluate(model, train.read_tokens(dataset.val[0]), s)}
+    if own:
+        results["slope"], results["noise"] = map(statistics.mean, zip(*found))
+    return results
 
 
 def train_all(args, rows, name):
@@ -471,6 +498,23 @@ def relative_errors(records, model, estimator, label):
             for seed, loss in losses(model, label, estimator).items() if seed in bf16}
 
 
+def fprop(records, model, label):
+    """(slope, noise) of fprop on the BF16 runs' weights, means over seeds; None if not measured."""
+    found = [(r["slope"], r["noise"]) for r in records if (r["model"], r["label"]) == (model, label) and "noise" in r]
+    return tuple(map(statistics.mean, zip(*found))) or None
+
+
+def fprop_and_error(records, model):
+    """{label: (slope of fprop, noise of fprop, mean loss error of the branched runs and half its 95% interval)}, of the
+    rows that have all and didn't diverge."""
+    points = {}
+    for label in dict.fromkeys(r["label"] for r in records):
+        measured, errors = fprop(records, model, label), relative_errors(records, model, "branched", label)
+        if measured and errors and math.isfinite(sum(errors.values())):
+            points[label] = *measured, *interval(list(errors.values()))
+    return points
+
+
 def show(ci, scale=100, digits=2):
     mean, half = ci
     return f"{scale * mean:.{digits}f}" + ("" if half is None else f" ± {scale * half:.{digits}f}")
@@ -512,8 +556,8 @@ ABLATIONS = {
     "block": [(f"block {n}", "ufp4", ["--block", n]) for n in ("8", "32")],
     "Hadamard size": [(f"rht block {n}", "ufp4", ["--rht-block", n]) for n in ("8", "32")],
 }
-# The paper's section 4: loss error of Dense 1.5B in % (Q2), and mean losses of its ablations (Q4).
-PAPER_ERROR = {"ufp4": 0.9673, "e2m1": 1.2570}
+# The paper's section 4: loss errors in % (Q2) of Dense 1.5B and MoE 7.9B, and losses of Dense 1.5B's ablations (Q4).
+PAPER_ERROR = {"Dense 1.5B": {"ufp4": 0.9673, "e2m1": 1.2570}, "MoE 7.9B": {"ufp4": 1.8469, "e2m1": 2.3596}}
 PAPER_LOSS = {"ufp4": 1.88079, "rht none": 1.89202, "rht wgrad": 1.88721, "rht dgrad,wgrad": 1.88912,
               "rht fprop,wgrad": 1.88558, "sr none": 1.88535}
 BASE_ROWS = [BF16, UFP4, ("e2m1", "e2m1", [])]
@@ -527,29 +571,38 @@ def bench_training(args, name, rows, against):
             sys.exit(f"bench.py: no row is called {', '.join(sorted(unknown))}; choose from {[r[0] for r in rows]}")
         rows = [r for r in rows if r[0] in args.rows or r[0] == "bf16"]
     if args.quick:
-        args.seeds, args.estimators, args.train = 2, ["branched"], args.train + ["--steps", "300"]
+        args.seeds, args.estimators, args.train = 2, ["branched", "own forward"], args.train + ["--steps", "300"]
         name += "-quick"
     records = train_all(args, rows, name)
     for model in args.models:
         for estimator in args.estimators:
             print(f"\n{model}, {estimator}: BF16-relative loss error in % (seeds), paired difference to {against}")
             for label, _, _ in rows[1:]:
-                print("{:16s} {:22s} {}".format(label, *compare(records, model, estimator, label, against)))
-    published = [f"{label} {paper(label, against)}" for label, _, _ in rows[1:] if paper(label, against)]
-    print("\nthe paper, Dense 1.5B, %:", ", ".join(published))
+                cells = fprop_cells(records, model, label) if estimator == "own forward" else ()
+                print("{:18s} {:18s} {:14s}".format(label, *compare(records, model, estimator, label, against)),
+                      "fprop: slope {}, noise {} %".format(*cells) if any(cells) else "")
+    for model in PAPER_ERROR:
+        published = [f"{label} {paper(label, against, model)}" for label, _, _ in rows if paper(label, against, model)]
+        print(f"\nthe paper, {model}, %:", ", ".join(published) or "none")
     return records, name
 
 
-def paper(label, against):
-    """The paper's figure in % beside ours: the loss error of a recipe, or an ablation's loss over ufp4's."""
+def paper(label, against, model="Dense 1.5B"):
+    """The figure in % of a model of the paper's: the loss error of a recipe, or an ablation's loss over ufp4's."""
     if against == "e2m1":
-        return f"{PAPER_ERROR[label]:.2f}" if label in PAPER_ERROR else ""
-    return f"{100 * (PAPER_LOSS[label] / PAPER_LOSS['ufp4'] - 1):+.2f}" if label in PAPER_LOSS else ""
+        return f"{PAPER_ERROR[model][label]:.2f}" if label in PAPER_ERROR[model] else ""
+    known = label in PAPER_LOSS and model == "Dense 1.5B"
+    return f"{100 * (PAPER_LOSS[label] / PAPER_LOSS['ufp4'] - 1):+.2f}" if known else ""
+
+
+def of_model(name, args):
+    """The name of the first model's figure."""
+    return name if args.models[0] == "nano" else f"{name}-{args.models[0]}"
 
 
 def bench_loss(args):
     records, name = bench_training(args, "loss", LOSS_ROWS, "e2m1")
-    figure(name, 2, lambda axes: draw_loss(axes, records, args.models[0]))
+    figure(of_model(name, args), 3, lambda axes: draw_loss(axes, records, args.models[0]))
 
 
 def draw_loss(axes, records, model):
@@ -572,26 +625,46 @@ def draw_loss(axes, records, model):
         axes[1].plot(steps, means, color=f"C{at}", label=label, lw=1)
     axes[1].set(xlabel="step", ylabel="over the BF16 loss, %", title="Training loss, mean of 50 steps")
     axes[1].legend(fontsize=7)
+    draw_noise(axes[2], records, model, {row[0]: [row] for row in LOSS_ROWS[1:]})
+
+
+def draw_noise(ax, records, model, groups):
+    """Loss error against the noise of fprop, a colour a group {name: rows}; dashed: the median of their ratios."""
+    points = {label: [100 * v for v in (noise, error, half or 0)]
+              for label, (_, noise, error, half) in fprop_and_error(records, model).items()}
+    ax.set(xlabel="noise of fprop, % of its outputs' power", ylabel="loss error to BF16, %",
+           title="Loss error against noise")
+    if not points:
+        return
+    for at, (name, rows) in enumerate(groups.items()):
+        if shown := [points[label] for label, _, _ in rows if label in points]:
+            x, y, half = zip(*shown)
+            ax.errorbar(x, y, yerr=half, fmt="o", ms=4, lw=0.8, color=f"C{at}", label=name)
+    ratio, end = statistics.median(y / x for x, y, _ in points.values()), max(x for x, *_ in points.values())
+    ax.plot((0, end), (0, ratio * end), "k--", lw=0.6)
+    ax.legend(fontsize=7)
 
 
 def bench_ablate(args):
     groups = list(ABLATIONS.values())[:3 if args.quick and not args.rows else None]         # quick: RHT, SR and slope
     records, name = bench_training(args, "ablate", BASE_ROWS + [row for rows in groups for row in rows], "ufp4")
-    figure(name, 1, lambda ax: draw_ablate(ax, records, args.models[0]), 7)
+    figure(of_model(name, args), 2, lambda axes: draw_ablate(axes, records, args.models[0]), 7)
 
 
-def draw_ablate(ax, records, model):
+def draw_ablate(axes, records, model):
     base, at, names = relative_errors(records, model, "branched", "ufp4"), 0, []
     for color, rows in enumerate(ABLATIONS.values()):
         for label, _, _ in rows:
             errors = relative_errors(records, model, "branched", label)
             if seeds := errors.keys() & base.keys():
                 mean, half = interval([100 * (errors[s] - base[s]) for s in seeds])
-                ax.errorbar(mean, at, xerr=half or 0, fmt="o", color=f"C{color}", capsize=3)
+                axes[0].errorbar(mean, at, xerr=half or 0, fmt="o", color=f"C{color}", capsize=3)
                 names.append(label)
                 at -= 1
-    ax.axvline(0, color="k", lw=0.6)
-    ax.set(yticks=[-n for n in range(len(names))], yticklabels=names, xlabel="loss error less ufp4's, % of BF16's loss")
+    axes[0].axvline(0, color="k", lw=0.6)
+    axes[0].set(yticks=[-n for n in range(len(names))], yticklabels=names,
+                xlabel="loss error less ufp4's, % of BF16's loss", title="One change at a time")
+    draw_noise(axes[1], records, model, {**ABLATIONS, "ufp4, e2m1": BASE_ROWS[1:]})
 
 
 def bench_scaling(args):
@@ -973,23 +1046,47 @@ def cpu_table():
     return markdown([f"on {results['machine']['cores']} cores", "median (smallest to largest)"], rows)
 
 
-def loss_table():
+def fprop_cells(records, model, label):
+    slope, noise = fprop(records, model, label) or (None, None)
+    return ("", "") if noise is None else (f"{slope:.4f}", f"{100 * noise:.3f}")
+
+
+def noise_table():
+    rows = []
+    for name, model in (("loss", "nano"), ("loss", "nano-moe"), ("ablate", "nano")):
+        points = fprop_and_error(load_results(name)["runs"], model)
+        slope, noise, error, _ = zip(*points.values())
+        ratios = [e / n for e, n in zip(error, noise)]
+        rows.append([f"`{name}`, `{model}`: {len(points)}", f"{statistics.correlation(noise, error):.2f}",
+                     f"{statistics.correlation([1 - s for s in slope], error):.2f}",
+                     f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"])
+    return markdown(["rows of", "correlation of loss error and noise", "of loss error and shrinkage",
+                     "loss error / noise, median (smallest to largest)"], rows)
+
+
+def loss_table(model, published):
+    """Without the columns that were not run for this model."""
     records, rows = load_results("loss")["runs"], []
     for label, _, _ in LOSS_ROWS[1:]:
-        scratch, branched, *parts = (compare(records, "nano", e, label, "e2m1") for e in ESTIMATORS)
-        rows.append([f"`{label}`", *scratch, *branched, compare(records, "nano", "branched", label, "ufp4")[1],
-                     *(p[0] for p in parts), paper(label, "e2m1")])
-    return markdown(["loss error, % (seeds)", "from scratch", "less `e2m1`", "branched", "less `e2m1`", "less `ufp4`",
-                     "of it, in the weights", "forward noise alone", "the paper, Dense 1.5B"],
-                    [row for row in rows if any(row[1:-1])])
+        scratch, branched, *parts = (compare(records, model, e, label, "e2m1") for e in ESTIMATORS)
+        rows.append([f"`{label}`", *scratch, *branched, compare(records, model, "branched", label, "ufp4")[1],
+                     *(p[0] for p in parts), paper(label, "e2m1", published)])
+    header = ["loss error, % (seeds)", "from scratch", "less `e2m1`", "branched", "less `e2m1`", "less `ufp4`",
+              "of it, in the weights", "forward noise alone", f"the paper, {published}"]
+    table = [header] + [row for row in rows if any(row[1:-1])]
+    measured = [i for i in range(len(header)) if any(row[i] for row in table[1:])]
+    header, *rows = ([row[i] for i in measured] for row in table)
+    return markdown(header, rows)
 
 
 def ablate_table():
     records, rows = load_results("ablate")["runs"], []
-    for what, group in {"": [UFP4, ("e2m1", "e2m1", [])], **ABLATIONS}.items():
-        rows += [[what, f"`{label}`", *cells, paper(label, "ufp4")] for label, _, _ in group
+    for what, group in {"": BASE_ROWS[1:], **ABLATIONS}.items():
+        rows += [[what, f"`{label}`", *cells, *fprop_cells(records, "nano", label), paper(label, "ufp4")]
+                 for label, _, _ in group
                  if any(cells := compare(records, "nano", "branched", label, "ufp4"))]
-    return markdown(["changed", "run", "loss error, % (seeds)", "less `ufp4`", "the paper's"], rows)
+    return markdown(["changed", "run", "loss error, % (seeds)", "less `ufp4`", "slope of fprop", "noise of fprop, %",
+                     "the paper's"], rows)
 
 
 def cause_table():
@@ -999,7 +1096,7 @@ def cause_table():
     shrunk, straight = ("e2m1-full-rht", "ufp4-shrunk"), ("e2m1-debiased", "ufp4")
     rows = [[f"{grid}, RHT on all three GEMMs", cell(a, a)[0], cell(b, b)[0], cell(a, b)[1]]
             for grid, a, b in zip(("E2M1", "E1M2"), shrunk, straight)]
-    return markdown(["loss error, % (seeds)", "shrinks (slope 0.996)", "does not (slope 1)", "effect of shrinking"],
+    return markdown(["loss error, % (seeds)", "shrinks", "does not", "effect of shrinking"],
                     rows + [["effect of the grid", cell(*shrunk)[1], cell(*straight)[1], ""]])
 
 
@@ -1012,9 +1109,10 @@ def scaling_table():
             if settings:
                 cells = [compare(records, model, "branched", label, "e2m1") for label in ("e2m1", "ufp4")]
                 parameters, flops = compute(settings[0])
-                rows.append([model, f"{parameters:,}", f"{flops:.1e}", cells[0][0], *cells[1]])
-    return markdown(["size", "parameters", "FLOPs", "`e2m1`, % (seeds)", "`ufp4`, % (seeds)", "`ufp4` less `e2m1`"],
-                    rows)
+                rows.append([model, f"{parameters:,}", f"{flops:.1e}", cells[0][0], *cells[1],
+                             *(fprop_cells(records, model, label)[1] for label in ("e2m1", "ufp4"))])
+    return markdown(["size", "parameters", "FLOPs", "`e2m1`, % (seeds)", "`ufp4`, % (seeds)", "`ufp4` less `e2m1`",
+                     "noise of `e2m1`, %", "noise of `ufp4`, %"], rows)
 
 
 def fits_table():
@@ -1086,9 +1184,11 @@ def routing_table():
                      for t in tokens])
 
 
-TABLES = {"slopes": slope_table, "scales": scale_table, "sqnr": sqnr_table, "cpu": cpu_table, "loss": loss_table,
-          "cause": cause_table, "ablate": ablate_table, "scaling": scaling_table, "fits": fits_table,
-          "dispatch": dispatch_table, "kernels": kernel_table, "scale": growth_table, "routing": routing_table}
+TABLES = {"slopes": slope_table, "scales": scale_table, "sqnr": sqnr_table, "cpu": cpu_table,
+          "loss": lambda: loss_table("nano", "Dense 1.5B"), "loss-moe": lambda: loss_table("nano-moe", "MoE 7.9B"),
+          "cause": cause_table, "noise": noise_table, "ablate": ablate_table, "scaling": scaling_table,
+          "fits": fits_table, "dispatch": dispatch_table, "kernels": kernel_table, "scale": growth_table,
+          "routing": routing_table}
 
 
 def fill_tables(text):
@@ -1126,14 +1226,14 @@ if __name__ == "__main__":
         p.add_argument("--models", nargs="+", default=models, choices=MODELS, help="sizes of train.py's GPT")
         p.add_argument("--seeds", type=int, default=5, choices=range(1, 100), metavar="N")
         p.add_argument("--rows", nargs="+", help="some of the table's rows (default: all)")
-        p.add_argument("--estimators", nargs="+", default=["branched"] if name != "loss" else ESTIMATORS,
-                       choices=ESTIMATORS,
+        p.add_argument("--estimators", nargs="+", choices=ESTIMATORS,
+                       default=ESTIMATORS if name == "loss" else ["branched", "own forward"],
                        help="scratch: whole runs from the same weights and batches; branched: the last third, from one "
                             "BF16 run; bf16 forward: a branched run's weights, evaluated without quantization; own "
-                            "forward: the BF16 run's weights, evaluated with the recipe's forward pass")
+                            "forward: the BF16 run's weights, evaluated with the recipe's forward pass; its noise")
         p.add_argument("--jobs", type=int, default=1 if torch.cuda.is_available() else os.cpu_count(),
                        help="runs at a time")
-        p.add_argument("--quick", action="store_true", help="300 steps, 2 seeds, branched only")
+        p.add_argument("--quick", action="store_true", help="300 steps, 2 seeds, no whole runs")
         p.add_argument("--runs", type=Path, default=HERE / "out" / "bench", help="where the runs go")
         p.add_argument("train", nargs="*", help="more flags for train.py, after --")
     warnings.filterwarnings("ignore", "torch.distributed is disabled")          # loading a checkpoint in one process

@@ -1443,6 +1443,24 @@ def test_capture_finds_the_three_operands_of_every_layer(settings):
             assert torch.allclose(dy.T @ x, m.weight.grad, atol=1e-6) and torch.equal(w, m.weight)
 
 
+def test_output_noise_is_that_of_each_quantized_product(settings):
+    s = settings("--recipe", "e2m1", "--experts", "3", "--top-k", "2")
+    model, linear = train.GPT(s, train.make_recipe(s), 256), ufp4.linear
+    layer, x = model.blocks[0].attn.qkv, torch.randn(3, 32)
+    with bench.output_noise() as noise:
+        layer(x)
+    q = lambda a: ufp4.fake_quantize(a, "e2m1").double()
+    y, exact = q(x) @ q(layer.weight).T, x.double() @ layer.weight.double().T       # fprop of e2m1 has no RHT
+    slope = ((y * exact).sum() / exact.square().sum()).item()                   # Y = slope A + R, R orthogonal to A:
+    assert noise == [(pytest.approx(slope, rel=1e-5),                           # |Y|^2 = slope^2 |A|^2 + |R|^2
+                      pytest.approx((y.square().sum() / exact.square().sum()).item() - slope**2, rel=1e-3))]
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    with bench.output_noise() as noise:
+        y = model(tokens)
+    assert torch.equal(y, model(tokens)) and ufp4.linear is linear
+    assert len(noise) == 6 * s.layers and all(0 < n < 0.1 for _, n in noise)        # qkv, proj; shared and experts' fc
+
+
 def run_record(model, label, seed, loss, settings=None):
     return {"model": model, "label": label, "seed": seed, "val_loss": loss, "settings": settings,
             "estimator": "scratch" if label == "bf16" else "branched"}
