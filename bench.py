@@ -1233,7 +1233,7 @@ if __name__ == "__main__":
                             "forward: the BF16 run's weights, evaluated with the recipe's forward pass; its noise")
         p.add_argument("--jobs", type=int, default=1 if torch.cuda.is_available() else os.cpu_count(),
                        help="runs at a time")
-        p.add_argument("--quick", action="store_true", help="300 steps, 2 seeds, no whole runs")
+        p.add_argument("--quick", action="store_true", help="300 steps, 2 seeds, no 4-bit run from scratch")
         p.add_argument("--runs", type=Path, default=HERE / "out" / "bench", help="where the runs go")
         p.add_argument("train", nargs="*", help="more flags for train.py, after --")
     warnings.filterwarnings("ignore", "torch.distributed is disabled")          # loading a checkpoint in one process
