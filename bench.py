@@ -406,17 +406,22 @@ def train_run(job, args):
             "curve": [[r["step"], round(r["train_loss"], 4)] for r in lines[1:]]}
 
 
+def split(exact, quantized):
+    """(slope, noise): quantized = slope exact + R, R orthogonal to exact; noise = |R|^2 / |exact|^2. So the paper splits
+    an operand (section 2)."""
+    exact, quantized = exact.float(), quantized.float()
+    slope = (exact * quantized).sum() / exact.square().sum()
+    return slope.item(), ((quantized - slope * exact).square().sum() / exact.square().sum()).item()
+
+
 @contextlib.contextmanager
 def output_noise():
-    """What quantization does to fprop: of each call of a quantized linear layer, in a list, (slope, noise). As the
-    paper splits an operand (section 2): with A = X W^T, Y = slope A + R, R orthogonal to A; noise = |R|^2 / |A|^2."""
+    """What quantization does to fprop: of each call of a quantized linear layer, in a list, (slope, noise)."""
     found, linear = [], ufp4.linear
 
     def compared(x, w, recipe, offs=None):
         y = linear(x, w, recipe, offs)
-        a, b = linear(x, w, "bf16", offs).float(), y.float()
-        slope = (a * b).sum() / a.square().sum()
-        found.append((slope.item(), ((b - slope * a).square().sum() / a.square().sum()).item()))
+        found.append(split(linear(x, w, "bf16", offs), y))
         return y
     ufp4.linear = compared
     try:
@@ -425,10 +430,23 @@ def output_noise():
         ufp4.linear = linear
 
 
+@torch.no_grad()
+def through_depth(exact, quantized, tokens):
+    """Two GPTs with the same weights, tokens (B, T) -> [(slope, noise) of the residual stream after each block, and of
+    the logits, from which each token's mean is taken, which the loss doesn't see]. Errors add up over the blocks here;
+    output_noise sees each layer by itself."""
+    a, b, found = exact.embed(tokens), quantized.embed(tokens), []
+    for block, other in zip(exact.blocks, quantized.blocks):
+        a, b = block(a), other(b)
+        found.append(split(a, b))
+    centred = lambda logits: logits - logits.mean(-1, keepdim=True)
+    return [*found, split(centred(exact.lm_head(exact.norm(a))), centred(quantized.lm_head(quantized.norm(b))))]
+
+
 def forward_run(job, args):
     """A finished run's weights, evaluated with another forward pass -> its results. own weights, bf16 forward: how much
     of the gap is in the weights; bf16 weights, own forward: how much is noise of the forward pass, with the mean slope
-    and noise of the layers' outputs."""
+    and noise of the layers' outputs and, of 8 sequences, of what passes through the model."""
     import train
     own = job["estimator"] == "own forward"
     start = ("scratch", "bf16") if own else ("branched", job["label"])
@@ -436,14 +454,19 @@ def forward_run(job, args):
     if not paths:
         raise RuntimeError(f"{job['label']}, seed {job['seed']}: no weights, since it diverged or was"
                            " not run with --estimators branched")
-    forward = ["--recipe", job["recipe"], *job["flags"]] if own else ["--recipe", "bf16"]
-    flags = [*MODELS[job["model"]], *args.train, *forward, "--seed", str(job["seed"])]
-    s, dataset, model = load_model(flags, paths[-1])
+    flags = [*MODELS[job["model"]], *args.train, "--seed", str(job["seed"])]
+    exact, forward = ["--recipe", "bf16"], ["--recipe", job["recipe"], *job["flags"]]
+    s, dataset, model = load_model([*flags, *(forward if own else exact)], paths[-1])
+    tokens = train.read_tokens(dataset.val[0])
     torch.manual_seed(job["seed"])
     with output_noise() as found:
-        results = {"val_loss": train.evaluate(model, train.read_tokens(dataset.val[0]), s)}
+        results = {"val_loss": train.evaluate(model, tokens, s)}
     if own:
         results["slope"], results["noise"] = map(statistics.mean, zip(*found))
+        reference = load_model([*flags, *exact], paths[-1])[2]
+        with train.autocast(s):
+            results["depth"] = through_depth(reference.eval(), model.eval(),
+                                             train.get_batch([tokens], s, s.steps)[0][:8])
     return results
 
 
@@ -479,8 +502,10 @@ def train_all(args, rows, name):
                 for done in concurrent.futures.as_completed(started):
                     job = started[done]
                     records = [r for r in records if key(r) != key(job)]
-                    records.append({**{k: v for k, v in job.items() if k != "flags"}, "flags": args.train,
-                                    **done.result()})
+                    records.append({**job, "flags": args.train, **done.result()})
+                    # Of the run that it is compared with: one repeated on another machine ends a little elsewhere.
+                    records[-1]["bf16_val_loss"] = next(r["val_loss"] for r in records if key(r) == (
+                        job["model"], "bf16", job["seed"], "scratch"))
                     save(name, {"runs": sorted(records, key=key)})
                     print("{model} {label:16s} {estimator} seed {seed}: {val_loss}".format(**records[-1]), flush=True)
             except BaseException as e:                                          # Ctrl-C, or a run that failed
@@ -491,17 +516,20 @@ def train_all(args, rows, name):
 
 def relative_errors(records, model, estimator, label):
     """{seed: BF16-relative loss error} (paper, section 4, Q2). A run that diverged counts as infinite."""
-    def losses(*which):
-        return {r["seed"]: r["val_loss"] for r in records if (r["model"], r["label"], r["estimator"]) == which}
-    bf16 = losses(model, "bf16", "scratch")
-    return {seed: math.inf if loss is None else (loss - bf16[seed]) / bf16[seed]
-            for seed, loss in losses(model, label, estimator).items() if seed in bf16}
+    return {r["seed"]: math.inf if r["val_loss"] is None else r["val_loss"] / r["bf16_val_loss"] - 1
+            for r in records if (r["model"], r["label"], r["estimator"]) == (model, label, estimator)}
 
 
 def fprop(records, model, label):
     """(slope, noise) of fprop on the BF16 runs' weights, means over seeds; None if not measured."""
     found = [(r["slope"], r["noise"]) for r in records if (r["model"], r["label"]) == (model, label) and "noise" in r]
     return tuple(map(statistics.mean, zip(*found))) or None
+
+
+def through_seeds(records, model, label):
+    """through_depth's list on the BF16 runs' weights, means over seeds; empty if not measured."""
+    found = [r["depth"] for r in records if (r["model"], r["label"]) == (model, label) and "depth" in r]
+    return [tuple(map(statistics.mean, zip(*place))) for place in zip(*found)]
 
 
 def fprop_and_error(records, model):
@@ -528,6 +556,18 @@ def compare(records, model, estimator, label, against):
             show(interval([errors[s] - base[s] for s in both])) if both and label != against else "")
 
 
+def reduction(records, model):
+    """By what part of itself e2m1's loss error, branched, falls with ufp4: 1 - the ratio of the means, and half its 95%
+    interval, the ratio taken as linear near there (the delta method). None without paired runs."""
+    e2m1, ufp4 = (relative_errors(records, model, "branched", label) for label in ("e2m1", "ufp4"))
+    both = [s for s in e2m1.keys() & ufp4.keys() if math.isfinite(e2m1[s] + ufp4[s])]
+    if not both:
+        return None
+    mean = statistics.mean(e2m1[s] for s in both)
+    part = 1 - statistics.mean(ufp4[s] for s in both) / mean
+    return part, interval([((1 - part) * e2m1[s] - ufp4[s]) / mean for s in both])[1]
+
+
 # What a model of train.py's is here: flags. The sizes of `scaling` have nano's steps, batches and learning rate.
 MODELS = {name: ["--model", name] for name in ("nano", "nano-moe", "small", "small-moe")}
 SIZES = {kind: {f"{kind}-{dim}": ["--model", preset, "--layers", str(layers), "--dim", str(dim), "--heads", str(heads),
@@ -535,7 +575,11 @@ SIZES = {kind: {f"{kind}-{dim}": ["--model", preset, "--layers", str(layers), "-
          for kind, preset, sizes in (
     ("dense", "nano", ((2, 32, 2, 96), (3, 64, 2, 176), (3, 96, 3, 256), (4, 128, 4, 352), (5, 160, 5, 448))),
     ("moe", "nano-moe", ((1, 32, 2, 32), (2, 48, 3, 32), (3, 64, 2, 48), (3, 96, 3, 64), (4, 128, 4, 96))))}
-MODELS.update(SIZES["dense"], **SIZES["moe"])
+# One size with a third of the learning rate, or four times the text; and nano's parameters in 16 blocks, not 4.
+VARIED = {"dense-64-slow": [*SIZES["dense"]["dense-64"], "--lr", "1e-3"],
+          "dense-64-long": [*SIZES["dense"]["dense-64"], "--steps", "3200"],
+          "nano-deep": [*SIZES["dense"]["dense-64"], "--layers", "16"]}
+MODELS.update(SIZES["dense"], **SIZES["moe"], **VARIED)
 
 ESTIMATORS = ["scratch", "branched", "bf16 forward", "own forward"]
 BF16 = ("bf16", "bf16", [])
@@ -578,9 +622,11 @@ def bench_training(args, name, rows, against):
         for estimator in args.estimators:
             print(f"\n{model}, {estimator}: BF16-relative loss error in % (seeds), paired difference to {against}")
             for label, _, _ in rows[1:]:
-                cells = fprop_cells(records, model, label) if estimator == "own forward" else ()
+                places = {"fprop": fprop(records, model, label), "logits": (through_seeds(records, model, label)
+                                                                            or [None])[-1]}
                 print("{:18s} {:18s} {:14s}".format(label, *compare(records, model, estimator, label, against)),
-                      "fprop: slope {}, noise {} %".format(*cells) if any(cells) else "")
+                      *(f"{place}: slope {found[0]:.4f}, noise {100 * found[1]:.3f} %"
+                        for place, found in places.items() if found and estimator == "own forward"))
     for model in PAPER_ERROR:
         published = [f"{label} {paper(label, against, model)}" for label, _, _ in rows if paper(label, against, model)]
         print(f"\nthe paper, {model}, %:", ", ".join(published) or "none")
@@ -1089,10 +1135,10 @@ def ablate_table():
                      "the paper's"], rows)
 
 
-def cause_table():
+def cause_table(model):
     """Grids x slopes, RHT on all three GEMMs."""
     records = load_results("ablate")["runs"]
-    cell = lambda label, against: compare(records, "nano", "branched", label, against)
+    cell = lambda label, against: compare(records, model, "branched", label, against)
     shrunk, straight = ("e2m1-full-rht", "ufp4-shrunk"), ("e2m1-debiased", "ufp4")
     rows = [[f"{grid}, RHT on all three GEMMs", cell(a, a)[0], cell(b, b)[0], cell(a, b)[1]]
             for grid, a, b in zip(("E2M1", "E1M2"), shrunk, straight)]
@@ -1100,19 +1146,35 @@ def cause_table():
                     rows + [["effect of the grid", cell(*shrunk)[1], cell(*straight)[1], ""]])
 
 
+def depth_table(model):
+    """Slopes of one product, of a chain of as many as a signal passes in the model (qkv, proj, fc1, fc2 a block), and of
+    what does pass through the model."""
+    records, rows = load_results("ablate")["runs"], []
+    for label in ("e2m1", "e2m1-full-rht", "e2m1-debiased", "ufp4-shrunk", "ufp4"):
+        if found := through_seeds(records, model, label):
+            slope, products = fprop(records, model, label)[0], 4 * (len(found) - 1)
+            slopes = (slope, slope**products, found[0][0], found[-2][0], found[-1][0])
+            rows.append([f"`{label}`", *(f"{s:.3f}" for s in slopes), f"{100 * found[-1][1]:.2f}",
+                         compare(records, model, "branched", label, label)[0]])
+    return markdown([f"`{model}`", "slope of fprop", f"of {products} in a chain", "of the stream, first block",
+                     "last block", "of the logits", "noise of the logits, %", "loss error, % (seeds)"], rows)
+
+
 def scaling_table():
     results, rows = load_results("scaling"), []
     records = results["runs"]
-    for kind, sizes in SIZES.items():
+    for sizes in (*SIZES.values(), VARIED):
         for model in sizes:
             settings = [r["settings"] for r in records if (r["model"], r["label"]) == (model, "bf16")]
             if settings:
                 cells = [compare(records, model, "branched", label, "e2m1") for label in ("e2m1", "ufp4")]
                 parameters, flops = compute(settings[0])
+                part = reduction(records, model)
                 rows.append([model, f"{parameters:,}", f"{flops:.1e}", cells[0][0], *cells[1],
+                             show(part, digits=0) if part else "",
                              *(fprop_cells(records, model, label)[1] for label in ("e2m1", "ufp4"))])
     return markdown(["size", "parameters", "FLOPs", "`e2m1`, % (seeds)", "`ufp4`, % (seeds)", "`ufp4` less `e2m1`",
-                     "noise of `e2m1`, %", "noise of `ufp4`, %"], rows)
+                     "less by, %", "noise of `e2m1`, %", "noise of `ufp4`, %"], rows)
 
 
 def fits_table():
@@ -1186,9 +1248,10 @@ def routing_table():
 
 TABLES = {"slopes": slope_table, "scales": scale_table, "sqnr": sqnr_table, "cpu": cpu_table,
           "loss": lambda: loss_table("nano", "Dense 1.5B"), "loss-moe": lambda: loss_table("nano-moe", "MoE 7.9B"),
-          "cause": cause_table, "noise": noise_table, "ablate": ablate_table, "scaling": scaling_table,
-          "fits": fits_table, "dispatch": dispatch_table, "kernels": kernel_table, "scale": growth_table,
-          "routing": routing_table}
+          "cause": lambda: cause_table("nano"), "cause-deep": lambda: cause_table("nano-deep"),
+          "depth": lambda: depth_table("nano-deep"), "noise": noise_table, "ablate": ablate_table,
+          "scaling": scaling_table, "fits": fits_table, "dispatch": dispatch_table,
+          "kernels": kernel_table, "scale": growth_table, "routing": routing_table}
 
 
 def fill_tables(text):
@@ -1221,7 +1284,8 @@ if __name__ == "__main__":
     p.add_argument("what")
     commands.add_parser("scale", help="how cost grows with processes, tokens and experts")
     commands.add_parser("readme", help="write README.md's tables anew")
-    for name, models in (("loss", ["nano"]), ("ablate", ["nano"]), ("scaling", [*SIZES["dense"], *SIZES["moe"]])):
+    for name, models in (("loss", ["nano"]), ("ablate", ["nano"]),
+                         ("scaling", [*SIZES["dense"], *SIZES["moe"], *VARIED])):
         p = commands.add_parser(name, help="train and compare; arguments after -- go to train.py")
         p.add_argument("--models", nargs="+", default=models, choices=MODELS, help="sizes of train.py's GPT")
         p.add_argument("--seeds", type=int, default=5, choices=range(1, 100), metavar="N")

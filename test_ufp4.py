@@ -3,6 +3,7 @@ import argparse
 import dataclasses
 import functools
 import http.server
+import itertools
 import json
 import math
 import os
@@ -1461,9 +1462,28 @@ def test_output_noise_is_that_of_each_quantized_product(settings):
     assert len(noise) == 6 * s.layers and all(0 < n < 0.1 for _, n in noise)        # qkv, proj; shared and experts' fc
 
 
-def run_record(model, label, seed, loss, settings=None):
-    return {"model": model, "label": label, "seed": seed, "val_loss": loss, "settings": settings,
-            "estimator": "scratch" if label == "bf16" else "branched"}
+def test_through_depth_adds_up_what_each_block_did(settings):
+    """On blocks with a closed form."""
+    gpt = train.GPT(settings(), RECIPES["bf16"], 256)
+    tokens, added = torch.randint(0, 256, (2, 8), generator=gen()), torch.randn(2, 8, 32, generator=gen())
+    x = gpt.embed(tokens).detach().double()
+
+    def model(*blocks, bias=0.0):
+        return argparse.Namespace(embed=gpt.embed, blocks=blocks, norm=gpt.norm,
+                                  lm_head=lambda x: gpt.lm_head(x) + bias)
+    found = bench.through_depth(model(*3 * [lambda x: 2 * x]), model(*3 * [lambda x: 1.5 * x], bias=7), tokens)
+    assert found[:3] == [(pytest.approx(0.75**n), pytest.approx(0, abs=1e-12)) for n in (1, 2, 3)]
+    # the last norm undoes the factor, but for its epsilon; a constant in the logits is nothing
+    assert found[3] == (pytest.approx(1, abs=1e-3), pytest.approx(0, abs=1e-6))
+    slope = 1 + ((x * added).sum() / x.square().sum()).item()
+    noise = ((x + added - slope * x).square().sum() / x.square().sum()).item()
+    assert bench.through_depth(model(lambda x: x), model(lambda x: x + added), tokens)[0] == (
+        pytest.approx(slope, rel=1e-5), pytest.approx(noise, rel=1e-4))
+
+
+def run_record(model, label, seed, loss, bf16, settings=None):
+    return {"model": model, "label": label, "seed": seed, "val_loss": loss, "bf16_val_loss": bf16,
+            "settings": settings, "estimator": "scratch" if label == "bf16" else "branched"}
 
 
 def test_scaling_fits_recover_a_power_law_and_a_slope():
@@ -1474,10 +1494,10 @@ def test_scaling_fits_recover_a_power_law_and_a_slope():
         c = bench.compute(s)[1]
         for seed in range(3):
             loss = 3 * c**-0.05 * (1 + 0.01 * seed)
-            records += [run_record(model, "bf16", seed, loss, s),
-                        run_record(model, "ufp4", seed, loss * (1.03 - 0.001 * math.log10(c)), s),
-                        run_record(model, "e2m1", seed, loss * (1.032 - 0.001 * math.log10(c)), s)]
-    records += [run_record(model, label, 3, 9.0 - (label == "bf16"), s) for label in ("bf16", "ufp4", "e2m1")]
+            records += [run_record(model, "bf16", seed, loss, loss, s),
+                        run_record(model, "ufp4", seed, loss * (1.03 - 0.001 * math.log10(c)), loss, s),
+                        run_record(model, "e2m1", seed, loss * (1.032 - 0.001 * math.log10(c)), loss, s)]
+    records += [run_record(model, label, 3, 9.0 - (label == "bf16"), 8.0, s) for label in ("bf16", "ufp4", "e2m1")]
     fit = bench.fit_scaling(records)["dense"]
     assert fit["sizes"] == 5 and fit["exponent"]["bf16"] == pytest.approx((0.05, 0), abs=1e-9)
     assert fit["gap"]["ufp4"] == pytest.approx((-0.001, 0), abs=1e-9)
@@ -1489,12 +1509,13 @@ def test_scaling_fits_recover_a_power_law_and_a_slope():
 
 
 def test_runs_are_resumed_and_repeated_where_their_weights_are_needed(tmp_path, monkeypatch):
-    ran = []
+    """And a run is compared with the BF16 run that it branched from, also after that was repeated with another loss."""
+    ran, total = [], itertools.count(1)
 
     def run(job, args):
         ran.append((job["label"], job["estimator"]))
         (bench.folder(args, job["model"], job["estimator"], job["label"], job["seed"]) / "ckpt-1").mkdir(parents=True)
-        return {"val_loss": 1.0}
+        return {"val_loss": float(next(total))}
 
     monkeypatch.setattr(bench, "RESULTS", tmp_path)
     monkeypatch.setattr(bench, "train_run", run)
@@ -1514,6 +1535,9 @@ def test_runs_are_resumed_and_repeated_where_their_weights_are_needed(tmp_path, 
         shutil.rmtree(path)
     assert names(2, "branched") == []
     assert names(3, "branched") == [("bf16", "scratch"), ("e2m1", "branched")]
+    found = {r["label"]: (r["val_loss"], r["bf16_val_loss"])
+             for r in json.loads((tmp_path / "loss.json").read_text())["runs"]}
+    assert found == {"bf16": (3, 3), "ufp4": (2, 1), "e2m1": (4, 3)}
     assert names(2, "branched", "bf16 forward") == [("ufp4", "branched"), ("ufp4", "bf16 forward")]
     shutil.rmtree(tmp_path / "nano-scratch-bf16-s0")
     assert names(2, "own forward") == [("bf16", "scratch"), ("ufp4", "own forward")]
@@ -1531,7 +1555,7 @@ def test_quick_runs_have_files_of_their_own(command, monkeypatch):
 
 
 def test_every_run_of_loss_ablate_and_scaling_fits_its_model():
-    rows = {m: bench.BASE_ROWS for sizes in bench.SIZES.values() for m in sizes}
+    rows = {m: bench.BASE_ROWS for sizes in (*bench.SIZES.values(), bench.VARIED) for m in sizes}
     rows["nano"] = bench.LOSS_ROWS + [row for group in bench.ABLATIONS.values() for row in group]
     for model, label, recipe, flags in ((m, *row) for m in rows for row in rows[m]):
         s = train.parse_args([*bench.MODELS[model], "--recipe", recipe, *flags, "--device", "cpu"])
@@ -1540,14 +1564,33 @@ def test_every_run_of_loss_ablate_and_scaling_fits_its_model():
 
 
 def test_loss_errors_are_paired_by_seed_and_signed():
-    records = [run_record("nano", "bf16", s, loss) for s, loss in enumerate((2.0, 1.0, 4.0))]
-    records += [run_record("nano", "ufp4", s, loss) for s, loss in enumerate((2.2, 0.9))]
-    records += [run_record("nano", "e2m1", 0, None), run_record("nano", "e2m1", 1, 1.2)]
+    records = [run_record("nano", "bf16", s, loss, loss) for s, loss in enumerate((2.0, 1.0, 4.0))]
+    records += [run_record("nano", "ufp4", 0, 2.2, 2.0), run_record("nano", "ufp4", 1, 0.9, 1.0)]
+    records += [run_record("nano", "e2m1", 0, None, 2.0), run_record("nano", "e2m1", 1, 1.2, 1.0)]
     assert bench.relative_errors(records, "nano", "branched", "ufp4") == pytest.approx({0: 0.1, 1: -0.1})
     assert bench.relative_errors(records, "nano", "branched", "e2m1") == pytest.approx({0: INF, 1: 0.2})
     mean, half = bench.interval([1.0, 2.0, 3.0, 4.0])   # t(3, 0.975) = 3.182, standard deviation sqrt(5/3)
     assert mean == 2.5 and half == pytest.approx(3.182 * math.sqrt(5 / 3 / 4))
     assert bench.interval([1.0, INF]) == (INF, None)    # a run that diverged
+
+
+def test_the_reduction_of_the_loss_error_and_its_interval():
+    """The interval, which takes the ratio as linear, against its coverage: of 400 draws of 10 pairs, 95% hold the true
+    reduction, give or take 3.5 standard deviations of that count."""
+    def records(e2m1, ufp4):
+        return [run_record("nano", label, s, 2.0 * (1 + e), 2.0) for label, errors in (("e2m1", e2m1), ("ufp4", ufp4))
+                for s, e in enumerate(errors)]
+
+    assert bench.reduction(records([0.01, 0.02, 0.03], [0.008, 0.016, 0.024]), "nano") == pytest.approx((0.2, 0))
+    assert bench.reduction(records([0.01, 0.03], [0.01, INF]), "nano") == (pytest.approx(0), None)  # one pair is left
+    assert bench.reduction(records([0.01], []), "nano") is None
+    g, held = gen(), 0
+    for _ in range(400):
+        common, noise = torch.randn(10, generator=g), torch.randn(2, 10, generator=g)
+        part, half = bench.reduction(records((0.0100 + 0.001 * common + 0.001 * noise[0]).tolist(),
+                                             (0.0080 + 0.001 * common + 0.001 * noise[1]).tolist()), "nano")
+        held += abs(part - 0.2) < half
+    assert abs(held - 380) < 3.5 * math.sqrt(400 * 0.95 * 0.05)
 
 
 def test_readme_tables_are_the_files_in_data_results():
