@@ -407,8 +407,8 @@ def train_run(job, args):
 
 
 def split(exact, quantized):
-    """(slope, noise): quantized = slope exact + R, R orthogonal to exact; noise = |R|^2 / |exact|^2. So the paper splits
-    an operand (section 2)."""
+    """(slope, noise): quantized = slope exact + R, R orthogonal to exact; noise = |R|^2 / |exact|^2. The paper splits
+    an operand so (section 2)."""
     exact, quantized = exact.float(), quantized.float()
     slope = (exact * quantized).sum() / exact.square().sum()
     return slope.item(), ((quantized - slope * exact).square().sum() / exact.square().sum()).item()
@@ -556,16 +556,18 @@ def compare(records, model, estimator, label, against):
             show(interval([errors[s] - base[s] for s in both])) if both and label != against else "")
 
 
-def reduction(records, model):
-    """By what part of itself e2m1's loss error, branched, falls with ufp4: 1 - the ratio of the means, and half its 95%
-    interval, the ratio taken as linear near there (the delta method). None without paired runs."""
-    e2m1, ufp4 = (relative_errors(records, model, "branched", label) for label in ("e2m1", "ufp4"))
-    both = [s for s in e2m1.keys() & ufp4.keys() if math.isfinite(e2m1[s] + ufp4[s])]
-    if not both:
+def reduction(records, *models):
+    """By what part of itself e2m1's loss error, branched, falls with ufp4, over the models' pairs: 1 - the ratio of
+    means, and half its 95% interval, the ratio taken as linear near there (the delta method). None without pairs."""
+    pairs = []
+    for model in models:
+        e2m1, ufp4 = (relative_errors(records, model, "branched", label) for label in ("e2m1", "ufp4"))
+        pairs += [(e2m1[s], ufp4[s]) for s in e2m1.keys() & ufp4.keys() if math.isfinite(e2m1[s] + ufp4[s])]
+    if not pairs:
         return None
-    mean = statistics.mean(e2m1[s] for s in both)
-    part = 1 - statistics.mean(ufp4[s] for s in both) / mean
-    return part, interval([((1 - part) * e2m1[s] - ufp4[s]) / mean for s in both])[1]
+    total, less = map(sum, zip(*pairs))
+    part = 1 - less / total
+    return part, interval([((1 - part) * a - b) * len(pairs) / total for a, b in pairs])[1]
 
 
 # What a model of train.py's is here: flags. The sizes of `scaling` have nano's steps, batches and learning rate.
@@ -1099,7 +1101,7 @@ def fprop_cells(records, model, label):
 
 def noise_table():
     rows = []
-    for name, model in (("loss", "nano"), ("loss", "nano-moe"), ("ablate", "nano")):
+    for name, model in (("loss", "nano"), ("loss", "nano-moe"), ("ablate", "nano"), ("ablate", "nano-deep")):
         points = fprop_and_error(load_results(name)["runs"], model)
         slope, noise, error, _ = zip(*points.values())
         ratios = [e / n for e, n in zip(error, noise)]
@@ -1147,8 +1149,8 @@ def cause_table(model):
 
 
 def depth_table(model):
-    """Slopes of one product, of a chain of as many as a signal passes in the model (qkv, proj, fc1, fc2 a block), and of
-    what does pass through the model."""
+    """Slopes of one product, of a chain of as many as a signal passes in the model (qkv, proj, fc1, fc2 a block), and
+    of what does pass through the model."""
     records, rows = load_results("ablate")["runs"], []
     for label in ("e2m1", "e2m1-full-rht", "e2m1-debiased", "ufp4-shrunk", "ufp4"):
         if found := through_seeds(records, model, label):
@@ -1178,14 +1180,15 @@ def scaling_table():
 
 
 def fits_table():
-    fits = load_results("scaling")["fits"]
+    results = load_results("scaling")
+    fits = results["fits"]
     cell = lambda ci, *how: show(ci, *how) if ci else ""
     rows = [["exponent b of L(C) = a C^-b, " + label, *(cell(f["exponent"].get(label), 1, 3) for f in fits.values())]
             for label in ("bf16", "ufp4", "e2m1")]
     rows += [[f"loss error of {label}, change for tenfold compute, %", *(cell(f["gap"].get(label))
              for f in fits.values())] for label in ("ufp4", "e2m1")]
-    rows.append(["loss error of ufp4 less e2m1's, mean of the sizes, %", *(cell(f.get("difference"))
-                                                                           for f in fits.values())])
+    rows += [["loss error of ufp4 less e2m1's, mean of sizes, %", *(cell(f.get("difference")) for f in fits.values())],
+             ["less by, % of e2m1's, all sizes", *(cell(reduction(results["runs"], *SIZES[k]), 100, 0) for k in fits)]]
     return markdown(["", *fits], rows)
 
 

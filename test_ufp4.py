@@ -1577,13 +1577,15 @@ def test_loss_errors_are_paired_by_seed_and_signed():
 def test_the_reduction_of_the_loss_error_and_its_interval():
     """The interval, which takes the ratio as linear, against its coverage: of 400 draws of 10 pairs, 95% hold the true
     reduction, give or take 3.5 standard deviations of that count."""
-    def records(e2m1, ufp4):
-        return [run_record("nano", label, s, 2.0 * (1 + e), 2.0) for label, errors in (("e2m1", e2m1), ("ufp4", ufp4))
+    def records(e2m1, ufp4, model="nano"):
+        return [run_record(model, label, s, 2.0 * (1 + e), 2.0) for label, errors in (("e2m1", e2m1), ("ufp4", ufp4))
                 for s, e in enumerate(errors)]
 
     assert bench.reduction(records([0.01, 0.02, 0.03], [0.008, 0.016, 0.024]), "nano") == pytest.approx((0.2, 0))
     assert bench.reduction(records([0.01, 0.03], [0.01, INF]), "nano") == (pytest.approx(0), None)  # one pair is left
     assert bench.reduction(records([0.01], []), "nano") is None
+    both = records([0.03, 0.05], [0.02, 0.03]) + records([0.02], [0.01], "nano-moe")        # of 0.10 in all, 0.06
+    assert bench.reduction(both, "nano", "nano-moe")[0] == pytest.approx(0.4)
     g, held = gen(), 0
     for _ in range(400):
         common, noise = torch.randn(10, generator=g), torch.randn(2, 10, generator=g)
