@@ -5,7 +5,7 @@
     python bench.py cpu             what emulation costs on this CPU: fake_quantize, and a training step, against BF16
     python bench.py loss            BF16-relative loss error of recipes, paired seeds (hours; --quick for a first look)
     python bench.py ablate          the same for one change at a time: the paper's ablations, and more
-    python bench.py scaling         the same against compute: five sizes, dense and mixture of experts
+    python bench.py scaling         the same against compute: five sizes, dense and mixture of experts; and variations
     python bench.py dispatch        the tensor-core instruction of each recipe on each GPU, compiled without one
     python bench.py kernels         speed of the Triton kernels on this GPU, against copying and cuBLAS (needs one)
     python bench.py scale           step time and memory over processes, tokens a step, experts (10 min, on a CPU)
@@ -70,12 +70,12 @@ def figure(name, columns, draw, height=3.4):
 
 
 def interval(values):
-    """Mean and half-width of its 95% confidence interval (Student's t), None for a single value or an infinite one."""
+    """Mean and half-width of its 95% confidence interval (Student's t), None of one value or if one is not finite."""
     t = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
-    n = len(values)
-    if n < 2 or math.inf in values:
-        return statistics.mean(values), None
-    return statistics.mean(values), t.get(n, 1.96 + 2.5 / (n - 1)) * statistics.stdev(values) / math.sqrt(n)
+    n, mean = len(values), sum(values) / len(values)
+    if n < 2 or not math.isfinite(mean):
+        return mean, None
+    return mean, t.get(n, 1.96 + 2.5 / (n - 1)) * statistics.stdev(values) / math.sqrt(n)
 
 
 def median_time(f, repeats):
@@ -374,7 +374,7 @@ def bench_cpu(args):
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# loss, ablate: train many small models and compare
+# loss, ablate, scaling: train many small models and compare
 
 
 def folder(args, model, estimator, label, seed):
@@ -515,9 +515,9 @@ def train_all(args, rows, name):
 
 
 def relative_errors(records, model, estimator, label):
-    """{seed: BF16-relative loss error} (paper, section 4, Q2). A run that diverged counts as infinite."""
-    return {r["seed"]: math.inf if r["val_loss"] is None else r["val_loss"] / r["bf16_val_loss"] - 1
-            for r in records if (r["model"], r["label"], r["estimator"]) == (model, label, estimator)}
+    """{seed: BF16-relative loss error} (paper, section 4, Q2), infinite if the run diverged."""
+    return {r["seed"]: math.inf if r["val_loss"] is None else r["val_loss"] / r["bf16_val_loss"] - 1 for r in records
+            if (r["model"], r["label"], r["estimator"]) == (model, label, estimator) and r["bf16_val_loss"]}
 
 
 def fprop(records, model, label):
@@ -527,9 +527,9 @@ def fprop(records, model, label):
 
 
 def through_seeds(records, model, label):
-    """through_depth's list on the BF16 runs' weights, means over seeds; empty if not measured."""
+    """through_depth on the BF16 runs' weights: [(slope, noise)], each a mean over seeds and its interval."""
     found = [r["depth"] for r in records if (r["model"], r["label"]) == (model, label) and "depth" in r]
-    return [tuple(map(statistics.mean, zip(*place))) for place in zip(*found)]
+    return [tuple(map(interval, zip(*place))) for place in zip(*found)]
 
 
 def fprop_and_error(records, model):
@@ -544,33 +544,44 @@ def fprop_and_error(records, model):
 
 
 def show(ci, scale=100, digits=2):
+    if ci is None:
+        return ""
     mean, half = ci
     return f"{scale * mean:.{digits}f}" + ("" if half is None else f" ± {scale * half:.{digits}f}")
 
 
+def contrast(records, model, estimator, weights):
+    """Mean and interval, over seeds that have all, of a sum of loss errors {label: weight}; None without such seeds."""
+    errors = {label: relative_errors(records, model, estimator, label) for label in weights}
+    seeds = sorted(set.intersection(*map(set, errors.values())))
+    return interval([sum(w * errors[label][s] for label, w in weights.items()) for s in seeds]) if seeds else None
+
+
 def compare(records, model, estimator, label, against):
     """(loss error in %, its 95% interval and number of seeds; paired difference to `against`), as text or blank."""
-    errors, base = (relative_errors(records, model, estimator, which) for which in (label, against))
-    both = sorted(s for s in errors.keys() & base.keys() if math.isfinite(base[s]))
+    errors = relative_errors(records, model, estimator, label)
     return (f"{show(interval(list(errors.values())))} ({len(errors)})" if errors else "",
-            show(interval([errors[s] - base[s] for s in both])) if both and label != against else "")
+            show(contrast(records, model, estimator, {label: 1, against: -1})) if label != against else "")
 
 
 def reduction(records, *models):
-    """By what part of itself e2m1's loss error, branched, falls with ufp4, over the models' pairs: 1 - the ratio of
-    means, and half its 95% interval, the ratio taken as linear near there (the delta method). None without pairs."""
+    """By what part of itself e2m1's loss error, branched, falls with ufp4, over all pairs of the models: 1 - the ratio
+    of means, and half its 95% interval, the ratio taken as linear near there (the delta method). The runs of a seed
+    train on the same batches, whatever the model: an interval over seeds. None without pairs, or if one diverged."""
     pairs = []
     for model in models:
-        e2m1, ufp4 = (relative_errors(records, model, "branched", label) for label in ("e2m1", "ufp4"))
-        pairs += [(e2m1[s], ufp4[s]) for s in e2m1.keys() & ufp4.keys() if math.isfinite(e2m1[s] + ufp4[s])]
-    if not pairs:
+        worse, better = (relative_errors(records, model, "branched", label) for label in ("e2m1", "ufp4"))
+        pairs += [(s, worse[s], better[s]) for s in worse.keys() & better.keys()]
+    total, rest = sum(w for _, w, _ in pairs), sum(b for *_, b in pairs)
+    if not pairs or not math.isfinite(total + rest):
         return None
-    total, less = map(sum, zip(*pairs))
-    part = 1 - less / total
-    return part, interval([((1 - part) * a - b) * len(pairs) / total for a, b in pairs])[1]
+    off = collections.Counter()                                                 # of each seed; together they are 0
+    for s, w, b in pairs:
+        off[s] += (rest / total * w - b) / total
+    return 1 - rest / total, interval([v * len(off) for v in off.values()])[1]
 
 
-# What a model of train.py's is here: flags. The sizes of `scaling` have nano's steps, batches and learning rate.
+# What a model of train.py's is here: flags. SIZES have nano's steps, batches and learning rate.
 MODELS = {name: ["--model", name] for name in ("nano", "nano-moe", "small", "small-moe")}
 SIZES = {kind: {f"{kind}-{dim}": ["--model", preset, "--layers", str(layers), "--dim", str(dim), "--heads", str(heads),
                                   "--hidden", str(hidden)] for layers, dim, heads, hidden in sizes}
@@ -587,17 +598,16 @@ ESTIMATORS = ["scratch", "branched", "bf16 forward", "own forward"]
 BF16 = ("bf16", "bf16", [])
 LOSS_ROWS = [(r, r, []) for r in ("bf16", "ufp4", "ufp4-int4", "e2m1", "e2m1-full-rht", "nvfp4", "mxfp4",
                                   "four-over-six", "mixfp4")]
-# Each ablation changes one thing of a recipe: {what is varied: [(label, recipe, flags)]}. The first row is the base.
-UFP4 = ("ufp4", "ufp4", [])
+# {what differs from ufp4: [(label, recipe, flags)]}
 ABLATIONS = {
     "RHT on": [(f"rht {g}", "ufp4", ["--rht", g]) for g in ("none", "wgrad", "dgrad,wgrad", "fprop,wgrad")],
     "SR on": [(f"sr {o}", "ufp4", ["--sr", o]) for o in ("none", "x,dy", "all")],
-    "slope": [("e2m1-full-rht", "e2m1-full-rht", []), ("e2m1-debiased", "e2m1-debiased", []),
+    "grid, slope": [("e2m1-full-rht", "e2m1-full-rht", []), ("e2m1-debiased", "e2m1-debiased", []),
               ("ufp4-shrunk", "ufp4-shrunk", [])],
     "one GEMM in E2M1": [(f"{g} in e2m1", "ufp4", ["--swap", f"{g}:e2m1"]) for g in ufp4.GEMMS],
     "one operand in E2M1": [(f"{o} in e2m1", "ufp4", ["--swap", f"{o}:e2m1"]) for o in ufp4.OPERANDS],
     "range of E2M1": [(r, r, []) for r in ("e2m1-max2", "e2m1-max3", "e2m1-max4")],
-    "scales": [(f"{r} {scale}", r, ["--scale", scale]) for scale in ("e4m3-nearest", "e4m3-up", "e8m0")
+    "scales, grid": [(f"{r} {scale}", r, ["--scale", scale]) for scale in ("e4m3-nearest", "e4m3-up", "e8m0")
                for r in ("ufp4", "e2m1")],
     "block": [(f"block {n}", "ufp4", ["--block", n]) for n in ("8", "32")],
     "Hadamard size": [(f"rht block {n}", "ufp4", ["--rht-block", n]) for n in ("8", "32")],
@@ -606,7 +616,7 @@ ABLATIONS = {
 PAPER_ERROR = {"Dense 1.5B": {"ufp4": 0.9673, "e2m1": 1.2570}, "MoE 7.9B": {"ufp4": 1.8469, "e2m1": 2.3596}}
 PAPER_LOSS = {"ufp4": 1.88079, "rht none": 1.89202, "rht wgrad": 1.88721, "rht dgrad,wgrad": 1.88912,
               "rht fprop,wgrad": 1.88558, "sr none": 1.88535}
-BASE_ROWS = [BF16, UFP4, ("e2m1", "e2m1", [])]
+BASE_ROWS = [BF16, ("ufp4", "ufp4", []), ("e2m1", "e2m1", [])]
 
 
 def bench_training(args, name, rows, against):
@@ -624,11 +634,10 @@ def bench_training(args, name, rows, against):
         for estimator in args.estimators:
             print(f"\n{model}, {estimator}: BF16-relative loss error in % (seeds), paired difference to {against}")
             for label, _, _ in rows[1:]:
-                places = {"fprop": fprop(records, model, label), "logits": (through_seeds(records, model, label)
-                                                                            or [None])[-1]}
+                found = through_seeds(records, model, label) if estimator == "own forward" else []
                 print("{:18s} {:18s} {:14s}".format(label, *compare(records, model, estimator, label, against)),
-                      *(f"{place}: slope {found[0]:.4f}, noise {100 * found[1]:.3f} %"
-                        for place, found in places.items() if found and estimator == "own forward"))
+                      *("fprop: slope {}, noise {} %".format(*fprop_cells(records, model, label)) for _ in found[:1]),
+                      *(f"logits: slope {show(slope, 1, 4)}, noise {show(noise)} %" for slope, noise in found[-1:]))
     for model in PAPER_ERROR:
         published = [f"{label} {paper(label, against, model)}" for label, _, _ in rows if paper(label, against, model)]
         print(f"\nthe paper, {model}, %:", ", ".join(published) or "none")
@@ -694,7 +703,7 @@ def draw_noise(ax, records, model, groups):
 
 
 def bench_ablate(args):
-    groups = list(ABLATIONS.values())[:3 if args.quick and not args.rows else None]         # quick: RHT, SR and slope
+    groups = list(ABLATIONS.values())[:3 if args.quick and not args.rows else None]         # quick: RHT, SR, slope
     records, name = bench_training(args, "ablate", BASE_ROWS + [row for rows in groups for row in rows], "ufp4")
     figure(of_model(name, args), 2, lambda axes: draw_ablate(axes, records, args.models[0]), 7)
 
@@ -717,15 +726,7 @@ def draw_ablate(axes, records, model):
 
 def bench_scaling(args):
     records, name = bench_training(args, "scaling", BASE_ROWS, "e2m1")
-    fits = fit_scaling(records)
-    for kind, fit in fits.items():
-        print(f"\n{kind}, L(C) = a C^-b over {fit['sizes']} sizes: b = " +
-              ", ".join(f"{label} {show(ci, 1, 3)}" for label, ci in fit["exponent"].items()))
-        print("change of the loss error per tenfold compute, in % of the BF16 loss: " +
-              ", ".join(f"{label} {show(ci)}" for label, ci in fit["gap"].items()))
-        if "difference" in fit:
-            print("loss error of ufp4 less e2m1's, mean of the sizes:", show(fit["difference"]))
-    save(name, {"runs": records, "fits": fits})
+    print("\n" + fits_table(records))
     figure(name, 2, lambda axes: draw_scaling(axes, records))
 
 
@@ -740,7 +741,8 @@ def compute(settings):
 
 
 def by_compute(records, kind):
-    """{label: {seed: [(FLOPs, loss, loss error)]}}, sizes ascending; of a size, the seeds that all its labels have."""
+    """{label: {seed: [(FLOPs, loss, loss error)]}}, sizes ascending; of a size, the seeds that all its labels have and
+    that didn't diverge."""
     flops = {r["model"]: compute(r["settings"])[1] for r in records if r["label"] == "bf16"}
     points = collections.defaultdict(lambda: collections.defaultdict(list))
     for model in sorted((m for m in SIZES[kind] if m in flops), key=flops.get):
@@ -748,8 +750,9 @@ def by_compute(records, kind):
                   for label, _, _ in BASE_ROWS}
         bf16 = {r["seed"]: r["val_loss"] for r in records if (r["model"], r["label"]) == (model, "bf16")}
         for seed in sorted(set.intersection(*(set(e) for e in errors.values() if e))):
-            for label, error in errors.items():
-                if error:
+            have = {label: error for label, error in errors.items() if error}
+            for label, error in have.items():
+                if all(math.isfinite(e[seed]) for e in have.values()):
                     points[label][seed].append((flops[model], bf16[seed] * (1 + error[seed]), error[seed]))
     return points
 
@@ -772,8 +775,8 @@ def fit_scaling(records):
             fits[kind]["exponent"][label] = interval([-line(p, lambda q: math.log10(q[1])) for p in whole])
             if label != "bf16":
                 fits[kind]["gap"][label] = interval([line(p, lambda q: q[2]) for p in whole])
-        if both := errors.get("ufp4", {}).keys() & errors.get("e2m1", {}).keys():
-            fits[kind]["difference"] = interval([errors["ufp4"][seed] - errors["e2m1"][seed] for seed in both])
+        both = errors.get("ufp4", {}).keys() & errors.get("e2m1", {}).keys()
+        fits[kind]["difference"] = interval([errors["ufp4"][s] - errors["e2m1"][s] for s in both]) if both else None
     return fits
 
 
@@ -1130,36 +1133,42 @@ def loss_table(model, published):
 def ablate_table():
     records, rows = load_results("ablate")["runs"], []
     for what, group in {"": BASE_ROWS[1:], **ABLATIONS}.items():
-        rows += [[what, f"`{label}`", *cells, *fprop_cells(records, "nano", label), paper(label, "ufp4")]
+        rows += [[what, f"`{label}`", *cells, compare(records, "nano", "own forward", label, label)[0],
+                  *fprop_cells(records, "nano", label), paper(label, "ufp4")]
                  for label, _, _ in group
                  if any(cells := compare(records, "nano", "branched", label, "ufp4"))]
-    return markdown(["changed", "run", "loss error, % (seeds)", "less `ufp4`", "slope of fprop", "noise of fprop, %",
-                     "the paper's"], rows)
+    return markdown(["differs from `ufp4` in", "run", "loss error, % (seeds)", "less `ufp4`", "forward noise alone",
+                     "slope of fprop", "noise of fprop, %", "the paper's"], rows)
 
 
 def cause_table(model):
     """Grids x slopes, RHT on all three GEMMs."""
     records = load_results("ablate")["runs"]
-    cell = lambda label, against: compare(records, model, "branched", label, against)
-    shrunk, straight = ("e2m1-full-rht", "ufp4-shrunk"), ("e2m1-debiased", "ufp4")
-    rows = [[f"{grid}, RHT on all three GEMMs", cell(a, a)[0], cell(b, b)[0], cell(a, b)[1]]
-            for grid, a, b in zip(("E2M1", "E1M2"), shrunk, straight)]
+    effect = lambda **weights: show(contrast(records, model, "branched", {names[k]: w for k, w in weights.items()}))
+    names = {"a": "e2m1-full-rht", "b": "e2m1-debiased", "c": "ufp4-shrunk", "d": "ufp4"}
+    a, b, c, d = (compare(records, model, "branched", label, label)[0] for label in names.values())
     return markdown(["loss error, % (seeds)", "shrinks", "does not", "effect of shrinking"],
-                    rows + [["effect of the grid", cell(*shrunk)[1], cell(*straight)[1], ""]])
+                    [["E2M1, RHT on all three GEMMs", a, b, effect(a=1, b=-1)],
+                     ["E1M2, RHT on all three GEMMs", c, d, effect(c=1, d=-1)],
+                     ["effect of the grid", effect(a=1, c=-1), effect(b=1, d=-1), ""],
+                     ["mean effects", "of the grid:", effect(a=0.5, b=0.5, c=-0.5, d=-0.5),
+                      effect(a=0.5, b=-0.5, c=0.5, d=-0.5)]])
 
 
 def depth_table(model):
     """Slopes of one product, of a chain of as many as a signal passes in the model (qkv, proj, fc1, fc2 a block), and
     of what does pass through the model."""
-    records, rows = load_results("ablate")["runs"], []
+    import train
+    records = load_results("ablate")["runs"]
+    rows, products = [], 4 * train.parse_args(MODELS[model]).layers
     for label in ("e2m1", "e2m1-full-rht", "e2m1-debiased", "ufp4-shrunk", "ufp4"):
-        if found := through_seeds(records, model, label):
-            slope, products = fprop(records, model, label)[0], 4 * (len(found) - 1)
-            slopes = (slope, slope**products, found[0][0], found[-2][0], found[-1][0])
-            rows.append([f"`{label}`", *(f"{s:.3f}" for s in slopes), f"{100 * found[-1][1]:.2f}",
-                         compare(records, model, "branched", label, label)[0]])
+        if depth := through_seeds(records, model, label):
+            slope, (first, *_, last, logits) = fprop(records, model, label)[0], depth
+            rows.append([f"`{label}`", f"{slope:.3f}", f"{slope**products:.3f}",
+                         *(show(place[0], 1, 3) for place in (first, last, logits)),
+                         *(f"{100 * place[1][0]:.2f}" for place in (last, logits))])
     return markdown([f"`{model}`", "slope of fprop", f"of {products} in a chain", "of the stream, first block",
-                     "last block", "of the logits", "noise of the logits, %", "loss error, % (seeds)"], rows)
+                     "last block", "of the logits", "noise of the stream, last block, %", "of the logits, %"], rows)
 
 
 def scaling_table():
@@ -1171,24 +1180,20 @@ def scaling_table():
             if settings:
                 cells = [compare(records, model, "branched", label, "e2m1") for label in ("e2m1", "ufp4")]
                 parameters, flops = compute(settings[0])
-                part = reduction(records, model)
                 rows.append([model, f"{parameters:,}", f"{flops:.1e}", cells[0][0], *cells[1],
-                             show(part, digits=0) if part else "",
+                             show(reduction(records, model), 100, 0),
                              *(fprop_cells(records, model, label)[1] for label in ("e2m1", "ufp4"))])
     return markdown(["size", "parameters", "FLOPs", "`e2m1`, % (seeds)", "`ufp4`, % (seeds)", "`ufp4` less `e2m1`",
-                     "less by, %", "noise of `e2m1`, %", "noise of `ufp4`, %"], rows)
+                     "smaller by, %", "noise of `e2m1`, %", "noise of `ufp4`, %"], rows)
 
 
-def fits_table():
-    results = load_results("scaling")
-    fits = results["fits"]
-    cell = lambda ci, *how: show(ci, *how) if ci else ""
-    rows = [["exponent b of L(C) = a C^-b, " + label, *(cell(f["exponent"].get(label), 1, 3) for f in fits.values())]
-            for label in ("bf16", "ufp4", "e2m1")]
-    rows += [[f"loss error of {label}, change for tenfold compute, %", *(cell(f["gap"].get(label))
-             for f in fits.values())] for label in ("ufp4", "e2m1")]
-    rows += [["loss error of ufp4 less e2m1's, mean of sizes, %", *(cell(f.get("difference")) for f in fits.values())],
-             ["less by, % of e2m1's, all sizes", *(cell(reduction(results["runs"], *SIZES[k]), 100, 0) for k in fits)]]
+def fits_table(records):
+    fits = fit_scaling(records)
+    cell = lambda part, label, *how: [show(f[part].get(label), *how) for f in fits.values()]
+    rows = [[f"exponent b of L(C) = a C^-b, {r}", *cell("exponent", r, 1, 3)] for r in ("bf16", "ufp4", "e2m1")]
+    rows += [[f"loss error of {r}, change for tenfold compute, %", *cell("gap", r)] for r in ("ufp4", "e2m1")]
+    rows += [["loss error of ufp4 less e2m1's, mean of sizes, %", *(show(f["difference"]) for f in fits.values())],
+             ["smaller by, % of e2m1's, all runs", *(show(reduction(records, *SIZES[k]), 100, 0) for k in fits)]]
     return markdown(["", *fits], rows)
 
 
@@ -1253,8 +1258,8 @@ TABLES = {"slopes": slope_table, "scales": scale_table, "sqnr": sqnr_table, "cpu
           "loss": lambda: loss_table("nano", "Dense 1.5B"), "loss-moe": lambda: loss_table("nano-moe", "MoE 7.9B"),
           "cause": lambda: cause_table("nano"), "cause-deep": lambda: cause_table("nano-deep"),
           "depth": lambda: depth_table("nano-deep"), "noise": noise_table, "ablate": ablate_table,
-          "scaling": scaling_table, "fits": fits_table, "dispatch": dispatch_table,
-          "kernels": kernel_table, "scale": growth_table, "routing": routing_table}
+          "scaling": scaling_table, "fits": lambda: fits_table(load_results("scaling")["runs"]),
+          "dispatch": dispatch_table, "kernels": kernel_table, "scale": growth_table, "routing": routing_table}
 
 
 def fill_tables(text):

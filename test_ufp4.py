@@ -1494,14 +1494,20 @@ def test_scaling_fits_recover_a_power_law_and_a_slope():
         c = bench.compute(s)[1]
         for seed in range(3):
             loss = 3 * c**-0.05 * (1 + 0.01 * seed)
+            gap = 1.03 - 0.001 * (1 + seed) * math.log10(c)
             records += [run_record(model, "bf16", seed, loss, loss, s),
-                        run_record(model, "ufp4", seed, loss * (1.03 - 0.001 * math.log10(c)), loss, s),
-                        run_record(model, "e2m1", seed, loss * (1.032 - 0.001 * math.log10(c)), loss, s)]
+                        run_record(model, "ufp4", seed, loss * gap, loss, s),
+                        run_record(model, "e2m1", seed, loss * (gap + 0.002), loss, s)]
     records += [run_record(model, label, 3, 9.0 - (label == "bf16"), 8.0, s) for label in ("bf16", "ufp4", "e2m1")]
     fit = bench.fit_scaling(records)["dense"]
     assert fit["sizes"] == 5 and fit["exponent"]["bf16"] == pytest.approx((0.05, 0), abs=1e-9)
-    assert fit["gap"]["ufp4"] == pytest.approx((-0.001, 0), abs=1e-9)
+    for label in ("ufp4", "e2m1"):                      # slopes -0.001, -0.002, -0.003; t(2, 0.975) = 4.303
+        assert fit["gap"][label] == pytest.approx((-0.002, 4.303 * 0.001 / math.sqrt(3)), abs=1e-9)
     assert fit["difference"] == pytest.approx((-0.002, 0), abs=1e-9)            # without seed 3, which has one size
+    records[-4]["val_loss"] = None                      # seed 2 diverged at one size, with e2m1: no line through it
+    assert records[-4]["label"] == "e2m1" and records[-4]["seed"] == 2
+    fit = bench.fit_scaling(records)["dense"]
+    assert fit["gap"]["ufp4"] == pytest.approx((-0.0015, 12.71 * 0.0005), abs=1e-9)
     s = train.parse_args([*bench.MODELS["moe-32"], "--device", "cpu"])          # by hand: 3 of 16 experts a token
     active = 4 * 32**2 + 4 * 3 * 32 * 32 + 16 * 32 + 2 * 32 + 32 + 2 * 256 * 32
     total = active + 13 * 3 * 32 * 32
@@ -1569,30 +1575,64 @@ def test_loss_errors_are_paired_by_seed_and_signed():
     records += [run_record("nano", "e2m1", 0, None, 2.0), run_record("nano", "e2m1", 1, 1.2, 1.0)]
     assert bench.relative_errors(records, "nano", "branched", "ufp4") == pytest.approx({0: 0.1, 1: -0.1})
     assert bench.relative_errors(records, "nano", "branched", "e2m1") == pytest.approx({0: INF, 1: 0.2})
+    assert bench.compare(records, "nano", "branched", "ufp4", "ufp4") == ("0.00 ± 127.10 (2)", "")
+    assert bench.compare(records, "nano", "branched", "e2m1", "ufp4") == ("inf (2)", "inf")
+    records += [run_record("nano", label, s, 1.0 + e, 1.0) for label, errors in {
+        "a": (0.01, 0.05, 0.03), "b": (0.02, 0.08)}.items() for s, e in enumerate(errors)]
+    assert bench.compare(records, "nano", "branched", "b", "a") == ("5.00 ± 38.13 (2)", "2.00 ± 12.71")
+    assert bench.contrast(records, "nano", "branched", {"a": 0.5, "b": 0.5})[0] == pytest.approx(0.04)
+    assert bench.contrast(records, "nano", "branched", {"a": 1, "none such": -1}) is None
+    records.append(run_record("nano", "a", 4, 1.0, None))                       # BF16 itself diverged: no error to it
+    assert sorted(bench.relative_errors(records, "nano", "branched", "a")) == [0, 1, 2]
     mean, half = bench.interval([1.0, 2.0, 3.0, 4.0])   # t(3, 0.975) = 3.182, standard deviation sqrt(5/3)
     assert mean == 2.5 and half == pytest.approx(3.182 * math.sqrt(5 / 3 / 4))
     assert bench.interval([1.0, INF]) == (INF, None)    # a run that diverged
 
 
 def test_the_reduction_of_the_loss_error_and_its_interval():
-    """The interval, which takes the ratio as linear, against its coverage: of 400 draws of 10 pairs, 95% hold the true
-    reduction, give or take 3.5 standard deviations of that count."""
+    """The interval, which takes the ratio as linear, against its coverage: of 400 draws of 10 seeds, in each of which two
+    models' reductions have a part in common, 95% hold the true one, give or take 3.5 standard deviations of that count.
+    """
     def records(e2m1, ufp4, model="nano"):
         return [run_record(model, label, s, 2.0 * (1 + e), 2.0) for label, errors in (("e2m1", e2m1), ("ufp4", ufp4))
                 for s, e in enumerate(errors)]
 
     assert bench.reduction(records([0.01, 0.02, 0.03], [0.008, 0.016, 0.024]), "nano") == pytest.approx((0.2, 0))
-    assert bench.reduction(records([0.01, 0.03], [0.01, INF]), "nano") == (pytest.approx(0), None)  # one pair is left
+    assert bench.reduction(records([0.02], [0.01]), "nano") == (pytest.approx(0.5), None)
+    assert bench.reduction(records([0.01, 0.03], [0.01, INF]), "nano") is None
     assert bench.reduction(records([0.01], []), "nano") is None
     both = records([0.03, 0.05], [0.02, 0.03]) + records([0.02], [0.01], "nano-moe")        # of 0.10 in all, 0.06
     assert bench.reduction(both, "nano", "nano-moe")[0] == pytest.approx(0.4)
     g, held = gen(), 0
     for _ in range(400):
-        common, noise = torch.randn(10, generator=g), torch.randn(2, 10, generator=g)
-        part, half = bench.reduction(records((0.0100 + 0.001 * common + 0.001 * noise[0]).tolist(),
-                                             (0.0080 + 0.001 * common + 0.001 * noise[1]).tolist()), "nano")
+        common, drawn = 0.001 * torch.randn(10, generator=g), []
+        for model in ("nano", "nano-moe"):
+            e2m1 = 0.01 + 0.001 * torch.randn(10, generator=g)
+            better = 0.8 * e2m1 + common + 0.001 * torch.randn(10, generator=g)
+            drawn += records(e2m1.tolist(), better.tolist(), model)
+        part, half = bench.reduction(drawn, "nano", "nano-moe")
         held += abs(part - 0.2) < half
     assert abs(held - 380) < 3.5 * math.sqrt(400 * 0.95 * 0.05)
+
+
+def test_each_estimator_end_to_end(text, tmp_path, monkeypatch):
+    def run(command, **kwargs):                         # with data of its own
+        process = run_train(command[2:], text, tmp_path)
+        return argparse.Namespace(stderr=process.communicate()[0], returncode=process.returncode)
+
+    monkeypatch.setattr(bench, "RESULTS", tmp_path)
+    monkeypatch.setattr(bench.subprocess, "run", run)
+    monkeypatch.setattr(train, "prepare", lambda name: prepare.prepare(name, root=tmp_path / "data"))
+    args = argparse.Namespace(models=["nano"], seeds=1, estimators=bench.ESTIMATORS, jobs=1, runs=tmp_path, rows=None,
+                              quick=False, train=[*TINY, "--steps", "6", "--data", str(text)])
+    records, _ = bench.bench_training(args, "loss", [bench.BF16, ("e2m1", "e2m1", [])], "e2m1")
+    losses = {(r["label"], r["estimator"]): r["val_loss"] for r in records}
+    assert len(set(losses.values())) == len(losses) == 5 and {r["bf16_val_loss"] for r in records} == {
+        losses["bf16", "scratch"]}
+    assert log_of(tmp_path / "nano-branched-e2m1-s0")[1]["step"] == 5               # the last third of 6 steps
+    own = next(r for r in records if r["estimator"] == "own forward")
+    assert 0.9 < own["slope"] < 1 and 0 < own["noise"] < 0.1 and len(own["depth"]) == 2 + 1         # blocks, logits
+    assert all(0.9 < slope < 1.1 and 0 < noise < 0.1 for slope, noise in own["depth"])
 
 
 def test_readme_tables_are_the_files_in_data_results():
