@@ -603,12 +603,12 @@ ABLATIONS = {
     "RHT on": [(f"rht {g}", "ufp4", ["--rht", g]) for g in ("none", "wgrad", "dgrad,wgrad", "fprop,wgrad")],
     "SR on": [(f"sr {o}", "ufp4", ["--sr", o]) for o in ("none", "x,dy", "all")],
     "grid, slope": [("e2m1-full-rht", "e2m1-full-rht", []), ("e2m1-debiased", "e2m1-debiased", []),
-              ("ufp4-shrunk", "ufp4-shrunk", [])],
+                    ("ufp4-shrunk", "ufp4-shrunk", [])],
     "one GEMM in E2M1": [(f"{g} in e2m1", "ufp4", ["--swap", f"{g}:e2m1"]) for g in ufp4.GEMMS],
     "one operand in E2M1": [(f"{o} in e2m1", "ufp4", ["--swap", f"{o}:e2m1"]) for o in ufp4.OPERANDS],
     "range of E2M1": [(r, r, []) for r in ("e2m1-max2", "e2m1-max3", "e2m1-max4")],
     "scales, grid": [(f"{r} {scale}", r, ["--scale", scale]) for scale in ("e4m3-nearest", "e4m3-up", "e8m0")
-               for r in ("ufp4", "e2m1")],
+                     for r in ("ufp4", "e2m1")],
     "block": [(f"block {n}", "ufp4", ["--block", n]) for n in ("8", "32")],
     "Hadamard size": [(f"rht block {n}", "ufp4", ["--rht-block", n]) for n in ("8", "32")],
 }
@@ -709,12 +709,11 @@ def bench_ablate(args):
 
 
 def draw_ablate(axes, records, model):
-    base, at, names = relative_errors(records, model, "branched", "ufp4"), 0, []
+    at, names = 0, []
     for color, rows in enumerate(ABLATIONS.values()):
         for label, _, _ in rows:
-            errors = relative_errors(records, model, "branched", label)
-            if seeds := errors.keys() & base.keys():
-                mean, half = interval([100 * (errors[s] - base[s]) for s in seeds])
+            if difference := contrast(records, model, "branched", {label: 100, "ufp4": -100}):
+                mean, half = difference
                 axes[0].errorbar(mean, at, xerr=half or 0, fmt="o", color=f"C{color}", capsize=3)
                 names.append(label)
                 at -= 1

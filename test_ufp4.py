@@ -1590,7 +1590,7 @@ def test_loss_errors_are_paired_by_seed_and_signed():
 
 
 def test_the_reduction_of_the_loss_error_and_its_interval():
-    """The interval, which takes the ratio as linear, against its coverage: of 400 draws of 10 seeds, in each of which two
+    """The interval, which takes the ratio as linear, against its coverage: of 400 draws of 10 seeds, in which two
     models' reductions have a part in common, 95% hold the true one, give or take 3.5 standard deviations of that count.
     """
     def records(e2m1, ufp4, model="nano"):
