@@ -566,8 +566,8 @@ def compare(records, model, estimator, label, against):
 
 def reduction(records, *models):
     """By what part of itself e2m1's loss error, branched, falls with ufp4, over all pairs of the models: 1 - the ratio
-    of means, and half its 95% interval, the ratio taken as linear near there (the delta method). The runs of a seed
-    train on the same batches, whatever the model: an interval over seeds. None without pairs, or if one diverged."""
+    of means, and half its 95% interval, the ratio taken as linear near there (the delta method). The interval is over
+    seeds, since all models train on a seed's batches. None without pairs, or if a run diverged."""
     pairs = []
     for model in models:
         worse, better = (relative_errors(records, model, "branched", label) for label in ("e2m1", "ufp4"))
@@ -635,9 +635,12 @@ def bench_training(args, name, rows, against):
             print(f"\n{model}, {estimator}: BF16-relative loss error in % (seeds), paired difference to {against}")
             for label, _, _ in rows[1:]:
                 found = through_seeds(records, model, label) if estimator == "own forward" else []
-                print("{:18s} {:18s} {:14s}".format(label, *compare(records, model, estimator, label, against)),
-                      *("fprop: slope {}, noise {} %".format(*fprop_cells(records, model, label)) for _ in found[:1]),
-                      *(f"logits: slope {show(slope, 1, 4)}, noise {show(noise)} %" for slope, noise in found[-1:]))
+                line = "{:18s} {:18s} {:14s}".format(label, *compare(records, model, estimator, label, against))
+                if found:
+                    slope, noise = found[-1]
+                    line += " fprop: slope {}, noise {} %;".format(*fprop_cells(records, model, label))
+                    line += f" logits: slope {show(slope, 1, 4)}, noise {show(noise)} %"
+                print(line)
     for model in PAPER_ERROR:
         published = [f"{label} {paper(label, against, model)}" for label, _, _ in rows if paper(label, against, model)]
         print(f"\nthe paper, {model}, %:", ", ".join(published) or "none")
