@@ -286,7 +286,7 @@ def load_model(flags, checkpoint):
     dataset = train.prepare(s.data)
     model = train.GPT(s, train.make_recipe(s), dataset.vocab_size)
     dcp.load({"model": model.state_dict()}, checkpoint_id=checkpoint)           # into the model's own tensors
-    return s, dataset, model
+    return s, dataset, model.to(s.device)
 
 
 def bench_sqnr(args):
@@ -926,6 +926,7 @@ def gpu_time(f, ahead=True, repeats=30):
 def training_step(flags, recipe, vocabulary, device, compiled):
     """One optimizer step of train.GPT on random tokens, in bfloat16 autocast."""
     import train
+    torch.compiler.reset()                              # after another size, this one's would be compiled as variable
     torch.manual_seed(0)
     s = train.parse_args([*flags, "--device", device])
     model = train.GPT(s, ufp4.RECIPES[recipe], vocabulary).to(device)

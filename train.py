@@ -889,7 +889,7 @@ def report(s, settings, model, val, dataset, val_loss):
     print(f"validation loss {val_loss:.4f} nats a token")
     reference = bf16_loss(Path(s.out), settings)
     if s.recipe != "bf16" and reference is not None:
-        print(f"BF16-relative loss error {abs(val_loss - reference) / reference:.2%} (bf16: {reference:.4f})")
+        print(f"BF16-relative loss error {val_loss / reference - 1:+.2%} (bf16: {reference:.4f})")
     elif s.recipe != "bf16":
         print(f"no finished bf16 run with the same settings beside {s.out}: run --recipe bf16 too for the loss error")
     if s.sample:
