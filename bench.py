@@ -1259,7 +1259,8 @@ def routing_table():
 
 TABLES = {"slopes": slope_table, "scales": scale_table, "sqnr": sqnr_table, "cpu": cpu_table,
           "loss": lambda: loss_table("nano", "Dense 1.5B"), "loss-moe": lambda: loss_table("nano-moe", "MoE 7.9B"),
-          "cause": lambda: cause_table("nano"), "cause-deep": lambda: cause_table("nano-deep"),
+          "cause": lambda: cause_table("nano"), "cause-again": lambda: cause_table("dense-128"),
+          "cause-deep": lambda: cause_table("nano-deep"),
           "depth": lambda: depth_table("nano-deep"), "noise": noise_table, "ablate": ablate_table,
           "scaling": scaling_table, "fits": lambda: fits_table(load_results("scaling")["runs"]),
           "dispatch": dispatch_table, "kernels": kernel_table, "scale": growth_table, "routing": routing_table}
