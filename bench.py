@@ -926,7 +926,7 @@ def gpu_time(f, ahead=True, repeats=30):
 def training_step(flags, recipe, vocabulary, device, compiled):
     """One optimizer step of train.GPT on random tokens, in bfloat16 autocast."""
     import train
-    torch.compiler.reset()                              # after another size, this one's would be compiled as variable
+    torch.compiler.reset()                              # or, after another model, this one's sizes would be variables
     torch.manual_seed(0)
     s = train.parse_args([*flags, "--device", device])
     model = train.GPT(s, ufp4.RECIPES[recipe], vocabulary).to(device)
@@ -1260,8 +1260,8 @@ def routing_table():
 TABLES = {"slopes": slope_table, "scales": scale_table, "sqnr": sqnr_table, "cpu": cpu_table,
           "loss": lambda: loss_table("nano", "Dense 1.5B"), "loss-moe": lambda: loss_table("nano-moe", "MoE 7.9B"),
           "cause": lambda: cause_table("nano"), "cause-again": lambda: cause_table("dense-128"),
-          "cause-deep": lambda: cause_table("nano-deep"),
-          "depth": lambda: depth_table("nano-deep"), "noise": noise_table, "ablate": ablate_table,
+          "cause-deep": lambda: cause_table("nano-deep"), "depth": lambda: depth_table("nano-deep"),
+          "noise": noise_table, "ablate": ablate_table,
           "scaling": scaling_table, "fits": lambda: fits_table(load_results("scaling")["runs"]),
           "dispatch": dispatch_table, "kernels": kernel_table, "scale": growth_table, "routing": routing_table}
 
