@@ -750,13 +750,12 @@ def test_stand_ins_without_data_and_a_second_derivative():
 
 
 def test_a_layer_compiles_without_graph_breaks():
-    layer = nn.Sequential(ufp4.Linear(64, 32), nn.SiLU(), ufp4.Linear(32, 48, bias=False, recipe="nvfp4"))
     x = torch.randn(20, 64, generator=gen(), requires_grad=True)
-    for m in layer[::2]:
-        m.recipe = dataclasses.replace(m.recipe, sr=())                         # its noise is another stream there
-    y = layer(x)
-    z = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
-    assert close(z, y, 64) and close(*(torch.autograd.grad(v.square().sum(), x)[0] for v in (z, y)), 64)
+    for name in ("ufp4", "nvfp4"):                      # the second in the same code, with other numbers
+        recipe = dataclasses.replace(RECIPES[name], sr=())                      # its noise is another stream there
+        layer = nn.Sequential(ufp4.Linear(64, 32, recipe=recipe), nn.SiLU(), ufp4.Linear(32, 48, recipe=recipe))
+        y, z = layer(x), torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
+        assert close(z, y, 64) and close(*(torch.autograd.grad(v.square().sum(), x)[0] for v in (z, y)), 64)
     layer = ufp4.Linear(64, 32, recipe="e2m1")          # noise on dY, but ones are on the grid: dX is without any
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for tokens in (20, 24, 25):                         # the second size makes their number a variable of the graph
@@ -2193,13 +2192,14 @@ def test_a_layer_on_blackwells_paths_equals_the_reference(name, path, monkeypatc
 
 
 def test_a_layer_compiles_without_graph_breaks_on_the_kernels(monkeypatch):
-    """Dense and grouped, both passes: one graph, the same numbers; manual_seed fixes the noise."""
+    """Dense, with and without tokens to fill up, and grouped, both passes: one graph, the same numbers; manual_seed
+    fixes the noise."""
     needs("triton")
     name = "nvfp4"
     monkeypatch.setenv("UFP4_BACKEND", "triton")
-    x, offs = randn(40, 64).to(DEVICE).requires_grad_(), torch.tensor([5, 5, 40], device=DEVICE)
-    for w, offs in ((randn(32, 64, seed=1), None), (randn(3, 32, 64, seed=1), offs)):
-        w = w.to(DEVICE).requires_grad_()
+    offs = torch.tensor([5, 5, 40], device=DEVICE)
+    for tokens, w, offs in ((40, randn(32, 64), None), (48, randn(32, 64), None), (40, randn(3, 32, 64), offs)):
+        x, w = (t.to(DEVICE).requires_grad_() for t in (randn(tokens, 64, seed=1), w))
 
         def results(f):
             torch.manual_seed(0)
