@@ -753,7 +753,8 @@ def test_a_layer_compiles_without_graph_breaks():
     x = torch.randn(20, 64, generator=gen(), requires_grad=True)
     for name in ("ufp4", "nvfp4"):                      # the second in the same code, with other numbers
         recipe = dataclasses.replace(RECIPES[name], sr=())                      # its noise is another stream there
-        layer = nn.Sequential(ufp4.Linear(64, 32, recipe=recipe), nn.SiLU(), ufp4.Linear(32, 48, recipe=recipe))
+        layer = nn.Sequential(ufp4.Linear(64, 32, recipe=recipe), nn.SiLU(),
+                              ufp4.Linear(32, 48, bias=False, recipe=recipe))
         y, z = layer(x), torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
         assert close(z, y, 64) and close(*(torch.autograd.grad(v.square().sum(), x)[0] for v in (z, y)), 64)
     layer = ufp4.Linear(64, 32, recipe="e2m1")          # noise on dY, but ones are on the grid: dX is without any
