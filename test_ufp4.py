@@ -1866,11 +1866,11 @@ class TestKernels:
         ("e1m2", "fp32", 16, 16), ("int4", "e8m0", 32, 16), ("e2m1", "e4m3", 16, 32), ("e2m1", "fp32", 32, 32)))
     def test_decoded_at_once_is_what_decoding_gives(self, fmt, scale, block, rht_block, seed):
         """Bit for bit but for the sign of zero, which INT4 has not; ragged tiles, NaN blocks, every element written."""
-        x = randn(70, 160) * torch.exp2(randn(70, 1, seed=1) * 6)
+        x = randn(70, 96) * torch.exp2(randn(70, 1, seed=1) * 6)
         x[3, 5], x[9] = math.inf if scale != "e4m3" else 0.0, 0.0
         args = (x.to(DEVICE), ufp4.get_format(fmt), scale, block, True, True, random_signs(0, rht_block), None, seed)
         packed = kernels.quantize(*args)
-        for decoded in ((True, True), (False, True), (True, False)):
+        for decoded in ((False, True), (True, False)):
             for a, b, whole in zip(kernels.quantize(*args, decoded=decoded), packed, decoded):
                 assert a.shape == b.shape and (a.scale is None) == whole
                 got, expected = kernels.decode_bf16(a), kernels.decode_bf16(b)
@@ -2147,11 +2147,11 @@ def test_kernels_multiply_the_operands_of_the_three_gemms(name, grouped, monkeyp
 
     monkeypatch.setattr(ufp4, "matmul", spy)
     x = randn(48, 64).to(DEVICE).requires_grad_()
-    w = randn(*([3] if grouped else []), 96, 64, seed=1).to(DEVICE).requires_grad_()
+    w = randn(*([3] if grouped else []), 32, 64, seed=1).to(DEVICE).requires_grad_()
     y = ufp4.linear(x, w, name, torch.tensor(sizes).cumsum(0).to(DEVICE) if grouped else None)
-    grads = torch.autograd.grad(y, (x, w), randn(48, 96, seed=2).to(DEVICE))
+    grads = torch.autograd.grad(y, (x, w), randn(48, 32, seed=2).to(DEVICE))
     assert [t.dtype for t in (y, *grads)] == [torch.float32] * 3 and len(seen) == 3
-    for ((a, b, path, *_), got), inner in zip(seen, (64, 96, None)):
+    for ((a, b, path, *_), got), inner in zip(seen, (64, 32, None)):
         if path != "cublas":                            # a GPU that multiplies natively has swizzled scales
             continue
         a, b = multiplied(a), multiplied(b)
@@ -2162,7 +2162,7 @@ def test_kernels_multiply_the_operands_of_the_three_gemms(name, grouped, monkeyp
         for e, (start, end) in enumerate(zip(ends, ends[1:])):
             group = slice(start, end)
             one = ((a[:, group], b[:, group], got[e]) if inner is None else
-                   (a[group], b[e * 96:][:96] if inner == 64 else b[:, e * 96:][:, :96], got[group]))
+                   (a[group], b[e * 32:][:32] if inner == 64 else b[:, e * 32:][:, :32], got[group]))
             assert within(one[2], *one[:2], results=1 + (RECIPES[name].scale == "e4m3"))
 
 
@@ -2269,7 +2269,7 @@ def test_every_row_of_the_speed_table_runs(monkeypatch, tmp_path):
     monkeypatch.setenv("UFP4_BACKEND", "triton")
     calls = []
     tiny = ["--layers", "1", "--dim", "32", "--heads", "2", "--hidden", "32", "--seq-len", "16", "--batch-size", "1"]
-    sizes = {"n": 128, "linear": (32, 64, 32), "vocabulary": 64, "models": (["--model", "nano", *tiny],) * 2}
+    sizes = {"n": 64, "linear": (32, 64, 32), "vocabulary": 64, "models": (["--model", "nano", *tiny],) * 2}
 
     def once(f, ahead=True):
         f()
@@ -2279,9 +2279,9 @@ def test_every_row_of_the_speed_table_runs(monkeypatch, tmp_path):
     rows = list(bench.kernel_speeds(sizes, once, DEVICE, lambda model: model))
     assert [name for name, *_ in rows] == ["copy", "cuBLAS bf16", *bench.SPEEDS]
     assert calls == [True] * 8 + [False] * 2 + [True] * 4 + [False] * 4         # Python's time counts: layer, steps
-    both = 128 * 128 * (2 + 2 * (0.5 + 4 / 16))         # bf16 in, two operands of codes and FP32 scales out
-    assert rows[3][2] == both / (2 * 128 * 128 * 2)
-    assert rows[0][2] == 2 * 128 * 128 * 2 / 1e6 and rows[1][2] == pytest.approx(2 * 128**3 / 1e9)
+    both = 64 * 64 * (2 + 2 * (0.5 + 4 / 16))         # bf16 in, two operands of codes and FP32 scales out
+    assert rows[3][2] == both / (2 * 64 * 64 * 2)
+    assert rows[0][2] == 2 * 64 * 64 * 2 / 1e6 and rows[1][2] == pytest.approx(2 * 64**3 / 1e9)
     monkeypatch.setattr(bench, "RESULTS", tmp_path)     # then README's table has them; before, its rows are open
     assert bench.kernel_table().count("not measured: `python bench.py kernels`") == len(bench.SPEEDS)
     bench.save("kernels-some-GPU", {"rows": [{"row": n, "ms": ms, "value": v, "unit": u} for n, ms, v, u in rows]})
