@@ -31,6 +31,7 @@ import sys
 import tempfile
 import time
 import warnings
+import zlib
 from pathlib import Path
 
 import torch
@@ -377,30 +378,49 @@ def bench_cpu(args):
 # loss, ablate, scaling: train many small models and compare
 
 
-def folder(args, model, estimator, label, seed):
-    return args.runs / f"{model}-{estimator}-{label}-s{seed}"
+def folder(args, job):
+    """Where a run goes: another place for other flags, such as the steps of --quick, which would else resume it."""
+    flags = f"-{zlib.crc32(json.dumps(args.train).encode()):08x}" if args.train else ""
+    return args.runs / "{model}-{estimator}-{label}-s{seed}{}".format(flags, **job)
+
+
+def bf16_of(job):
+    """The run that a job branches from, or is compared with."""
+    return {**job, "estimator": "scratch", "label": "bf16"}
+
+
+def weights(args, job):
+    """The checkpoints of a run that others start from: its last, before that a BF16 run's where they branch."""
+    import train
+    steps = train.parse_args([*MODELS[job["model"]], *args.train]).steps
+    left = (2 * steps // 3, steps) if job["label"] == "bf16" else (steps,)
+    return [folder(args, job) / f"ckpt-{n:07d}" for n in left]
+
+
+def read_log(args, job):
+    return [json.loads(line) for line in (folder(args, job) / "log.jsonl").read_text().splitlines()]
 
 
 def train_run(job, args):
     """One run of train.py in a process of its own -> its results."""
     import train
-    out = folder(args, job["model"], job["estimator"], job["label"], job["seed"])
-    branch_step = 2 * train.parse_args([*MODELS[job["model"]], *args.train]).steps // 3
+    out, branch = folder(args, job), weights(args, bf16_of(job))[0]
     command = [sys.executable, str(HERE / "train.py"), "--seed", str(job["seed"]), "--out", str(out), "--recipe",
                job["recipe"], *job["flags"], *MODELS[job["model"]], *args.train, "--sample", "0",
-               "--eval-interval", "1000000", "--save-interval", str(branch_step)]
-    if list(out.glob("ckpt-*")):
+               "--eval-interval", "1000000", "--save-interval", str(int(branch.name[5:]))]
+    # train.py keeps two checkpoints: a BF16 run that stopped between the two that it must leave has to start anew.
+    kept, left = train.checkpoints(out), weights(args, job)
+    if kept and (job["label"] != "bf16" or kept[-1] <= branch or set(left) <= set(kept)):
         command += ["--resume"]
     elif job["estimator"] == "branched":
-        start = folder(args, job["model"], "scratch", "bf16", job["seed"])
-        command += ["--branch", str(start / f"ckpt-{branch_step:07d}")]
+        command += ["--branch", str(branch)]
     env = {**os.environ, "OMP_NUM_THREADS": str(max(1, os.cpu_count() // args.jobs))}
     done = subprocess.run(command, env=env, capture_output=True, text=True)
-    if done.returncode == 3:                                                    # diverged: a result too
+    if done.returncode == 3 and job["label"] != "bf16":                         # diverged: a result too
         return {"val_loss": None, "error": done.stderr.strip().splitlines()[-1]}
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
-    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    lines = read_log(args, job)
     return {"val_loss": lines[-1]["val_loss"], "steps": lines[-1]["step"], "tokens_per_s": lines[-1]["tokens_per_s"],
             "settings": {k: v for k, v in lines[0]["settings"].items() if k not in ("out", "branch")},
             "curve": [[r["step"], round(r["train_loss"], 4)] for r in lines[1:]]}
@@ -449,21 +469,18 @@ def forward_run(job, args):
     and noise of the layers' outputs and, of 8 sequences, of what passes through the model."""
     import train
     own = job["estimator"] == "own forward"
-    start = ("scratch", "bf16") if own else ("branched", job["label"])
-    paths = train.checkpoints(folder(args, job["model"], *start, job["seed"]))
-    if not paths:
-        raise RuntimeError(f"{job['label']}, seed {job['seed']}: no weights, since it diverged or was"
-                           " not run with --estimators branched")
+    path = weights(args, bf16_of(job) if own else {**job, "estimator": "branched"})[-1]
+    if not path.exists():
+        return {"val_loss": None, "error": "the branched run diverged"}
     flags = [*MODELS[job["model"]], *args.train, "--seed", str(job["seed"])]
     exact, forward = ["--recipe", "bf16"], ["--recipe", job["recipe"], *job["flags"]]
-    s, dataset, model = load_model([*flags, *(forward if own else exact)], paths[-1])
+    s, dataset, model = load_model([*flags, *(forward if own else exact)], path)
     tokens = train.read_tokens(dataset.val[0])
-    torch.manual_seed(job["seed"])
     with output_noise() as found:
         results = {"val_loss": train.evaluate(model, tokens, s)}
     if own:
         results["slope"], results["noise"] = map(statistics.mean, zip(*found))
-        reference = load_model([*flags, *exact], paths[-1])[2]
+        reference = load_model([*flags, *exact], path)[2]
         with train.autocast(s):
             results["depth"] = through_depth(reference.eval(), model.eval(),
                                              train.get_batch([tokens], s, s.steps)[0][:8])
@@ -472,8 +489,8 @@ def forward_run(job, args):
 
 def train_all(args, rows, name):
     """Models x seeds x estimators x rows, skipping what data/results/NAME.json has; returns the records. The first row
-    is bf16, from whose runs the others branch. A run whose weights another one starts from is repeated if they are not
-    at hand, as in a fresh clone."""
+    is bf16, from whose runs the others branch. A run that another one starts from, or is compared with, is repeated if
+    its weights are not at hand, as in a fresh clone: on another machine it ends a little elsewhere."""
     path = RESULTS / f"{name}.json"
     records = json.loads(path.read_text())["runs"] if path.exists() else []
     if any(r["flags"] != args.train for r in records if r["model"] in args.models):
@@ -482,18 +499,18 @@ def train_all(args, rows, name):
     have = {key(r) for r in records}
 
     def pending(estimators, rows, starts=()):
-        """Jobs without a record, and those among `starts`, keys like records', without weights."""
+        """Jobs without a record, and those among `starts`, keys like records', without the weights they leave."""
         jobs = [{"model": model, "label": label, "recipe": recipe, "flags": flags, "seed": seed, "estimator": estimator}
                 for seed in range(args.seeds) for model in args.models for estimator in estimators
                 for label, recipe, flags in rows]
-        return [j for j in jobs if key(j) not in have or key(j) in starts and
-                not list(folder(args, j["model"], j["estimator"], j["label"], j["seed"]).glob("ckpt-*"))]
+        return [j for j in jobs if key(j) not in have or
+                key(j) in starts and not all(path.exists() for path in weights(args, j))]
 
     evaluated = pending([e for e in args.estimators if "forward" in e], rows[1:])
-    trained = pending([e for e in args.estimators if "forward" not in e], rows[1:],
-                      {key({**j, "estimator": "branched"}) for j in evaluated if j["estimator"] == "bf16 forward"})
-    first = pending(["scratch"], rows[:1], {key({**j, "estimator": "scratch", "label": "bf16"})
-                                            for j in trained + evaluated if j["estimator"] != "scratch"})
+    branched = {key({**j, "estimator": "branched"}) for j in evaluated if j["estimator"] == "bf16 forward"}
+    trained = pending([e for e in ESTIMATORS[:2] if e in args.estimators or e == "branched" and branched], rows[1:],
+                      branched)
+    first = pending(["scratch"], rows[:1], {key(bf16_of(j)) for j in trained + evaluated})
     for jobs, run, workers in ((first, train_run, args.jobs), (trained, train_run, args.jobs),
                                (evaluated, forward_run, 1)):
         with concurrent.futures.ThreadPoolExecutor(workers) as pool:
@@ -502,10 +519,8 @@ def train_all(args, rows, name):
                 for done in concurrent.futures.as_completed(started):
                     job = started[done]
                     records = [r for r in records if key(r) != key(job)]
-                    records.append({**job, "flags": args.train, **done.result()})
-                    # Of the run that it is compared with: one repeated on another machine ends a little elsewhere.
-                    records[-1]["bf16_val_loss"] = next(r["val_loss"] for r in records if key(r) == (
-                        job["model"], "bf16", job["seed"], "scratch"))
+                    records.append({**job, "flags": args.train, "machine": machine(), **done.result(),
+                                    "bf16_val_loss": read_log(args, bf16_of(job))[-1]["val_loss"]})
                     save(name, {"runs": sorted(records, key=key)})
                     print("{model} {label:16s} {estimator} seed {seed}: {val_loss}".format(**records[-1]), flush=True)
             except BaseException as e:                                          # Ctrl-C, or a run that failed
@@ -517,7 +532,7 @@ def train_all(args, rows, name):
 def relative_errors(records, model, estimator, label):
     """{seed: BF16-relative loss error} (paper, section 4, Q2), infinite if the run diverged."""
     return {r["seed"]: math.inf if r["val_loss"] is None else r["val_loss"] / r["bf16_val_loss"] - 1 for r in records
-            if (r["model"], r["label"], r["estimator"]) == (model, label, estimator) and r["bf16_val_loss"]}
+            if (r["model"], r["label"], r["estimator"]) == (model, label, estimator)}
 
 
 def fprop(records, model, label):

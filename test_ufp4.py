@@ -1,8 +1,10 @@
 """Each test states one property and compares with an oracle of its own: enumerated codes, float64, brute force."""
 import argparse
+import contextlib
 import dataclasses
 import functools
 import http.server
+import io
 import itertools
 import json
 import math
@@ -1013,8 +1015,10 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_there(settings):
                 train.train(settings("--resume"))
             (newer / name).write_bytes(whole)
     shutil.rmtree(newer)
+    shutil.copytree(older, older.with_name("ckpt-best"))                        # a user's own: neither used nor removed
     train.train(settings("--resume"))
     assert [p.name for p in train.checkpoints(Path(s.out))] == [older.name, newer.name]
+    assert older.with_name("ckpt-best").exists()
 
 
 def test_resume_refuses_what_it_cant_continue(settings, tmp_path):
@@ -1039,11 +1043,17 @@ def test_branch_starts_another_recipe_from_a_bf16_checkpoint(settings, tmp_path)
     assert same_weights(weights(same.out), weights(s.out))
     with pytest.raises(ValueError, match="there is no checkpoint .*nothing"):
         train.train(settings("--branch", str(tmp_path / "nothing")))
+    flags = ["--recipe", "e2m1", "--sr", "all", "--out", str(tmp_path / "out/noisy"), "--branch", str(start)]
+    loss = train.train(settings(*flags))
+    assert train.train(settings(*flags, "--resume")) == loss                    # the noise of fprop, too, is the same
 
 
 def test_loss_error_is_relative_to_the_bf16_run_beside(settings, tmp_path, capsys):
     bf16 = train.train(settings("--recipe", "bf16", "--out", str(tmp_path / "out/b")))
     train.train(settings("--recipe", "bf16", "--out", str(tmp_path / "out/other-seed"), "--seed", "1"))
+    (tmp_path / "out/another").mkdir()
+    (tmp_path / "out/another/log.jsonl").write_text("[1, 2]\n")                 # another program's
+    (tmp_path / "out/folder/log.jsonl").mkdir(parents=True)
     capsys.readouterr()
     loss = train.train(settings("--recipe", "e2m1", "--out", str(tmp_path / "out/e")))
     assert f"loss error {(loss - bf16) / bf16:+.2%}" in capsys.readouterr().out
@@ -1090,7 +1100,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(settings, monkeypatch):
     assert all(v.isfinite().all() for v in weights(s.out).values())
 
 
-def test_bad_input_is_one_clear_sentence(settings, tmp_path, capsys):
+def test_bad_input_is_one_clear_sentence(settings, tmp_path, monkeypatch, capsys):
     empty, short, blocked = tmp_path / "empty.txt", tmp_path / "short.txt", tmp_path / "file"
     empty.write_text("")
     short.write_text("too short")
@@ -1104,6 +1114,7 @@ def test_bad_input_is_one_clear_sentence(settings, tmp_path, capsys):
                            (["--fmt", "e9m9"], "unknown format 'e9m9'")):
         with pytest.raises((ValueError, OSError), match=message):
             train.train(settings(*flags))
+    monkeypatch.setattr(ufp4, "can_compile", lambda device: False)
     for flags, message in ((["--recipe", "fp4"], "invalid choice: 'fp4'"),
                            (["--model", "huge"], "invalid choice: 'huge'"),
                            (["--rht", "forward"], "fprop,dgrad,wgrad"), (["--steps", "0"], "at least 1"),
@@ -1114,13 +1125,24 @@ def test_bad_input_is_one_clear_sentence(settings, tmp_path, capsys):
                            (["--device", "warp"], "--device warp can't be used"),
                            (["--keep-bf16", "9"], "more than --layers"), (["--gpus", "2"], "--gpus is for --dry-run"),
                            (["--grad-accum", "3"], "must be a multiple of 1 processes x --grad-accum 3"),
-                           (["--compile", "--experts", "4", "--top-k", "2"], "needs --dtype bfloat16")):
+                           (["--compile", "--experts", "4", "--top-k", "2"], "needs --dtype bfloat16"),
+                           (["--compile"], "torch.compile does not work here")):
         with pytest.raises(SystemExit) as stopped:
             settings(*flags)
         assert stopped.value.code == 2 and message in capsys.readouterr().err
     done = subprocess.run([sys.executable, "train.py", "--data", "nothing.txt", "--out", str(tmp_path / "o")],
                           cwd=HERE, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.startswith("train.py: no data set") and "Traceback" not in done.stderr
+    with pytest.raises(ValueError, match="long.bin can't hold 2147483648 tokens"):
+        prepare.write_tokens(tmp_path / "long.bin", range(2**31))
+
+
+def test_a_sample_is_printed_whatever_characters_the_terminal_has(settings, monkeypatch):
+    with io.TextIOWrapper(io.BytesIO(), encoding="ascii") as terminal:
+        monkeypatch.setattr(sys, "stdout", terminal)
+        train.train(settings("--sample", "99"))         # of bytes after 12 steps: half of them are not ASCII
+        terminal.flush()
+        assert b"?" in terminal.buffer.getvalue().partition(b"--- sample")[2]
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -1519,39 +1541,93 @@ def test_scaling_fits_recover_a_power_law_and_a_slope():
     assert bench.compute(vars(s)) == (total, 6 * active * 800 * 8 * 256)
 
 
-def test_runs_are_resumed_and_repeated_where_their_weights_are_needed(tmp_path, monkeypatch):
+def bench_args(tmp_path, *estimators, train=()):
+    return argparse.Namespace(models=["nano"], seeds=1, estimators=estimators, jobs=1, runs=tmp_path / "runs",
+                              rows=None, quick=False, train=list(train))
+
+
+def test_runs_are_repeated_where_their_weights_are_needed(tmp_path, monkeypatch):
     """And a run is compared with the BF16 run that it branched from, also after that was repeated with another loss."""
     ran, total = [], itertools.count(1)
 
     def run(job, args):
         ran.append((job["label"], job["estimator"]))
-        (bench.folder(args, job["model"], job["estimator"], job["label"], job["seed"]) / "ckpt-1").mkdir(parents=True)
-        return {"val_loss": float(next(total))}
+        loss = float(next(total))
+        for path in bench.weights(args, job):
+            path.mkdir(parents=True, exist_ok=True)
+        (bench.folder(args, job) / "log.jsonl").write_text(json.dumps({"val_loss": loss}))
+        return {"val_loss": loss}
 
     monkeypatch.setattr(bench, "RESULTS", tmp_path)
     monkeypatch.setattr(bench, "train_run", run)
     monkeypatch.setattr(bench, "forward_run", lambda job, args: (ran.append((job["label"], job["estimator"])),
                                                                  {"val_loss": 1.0})[1])
 
-    def names(rows, *estimators):
+    def names(rows, *estimators, name="loss"):
         ran.clear()
-        args = argparse.Namespace(models=["nano"], seeds=1, estimators=estimators, jobs=1, runs=tmp_path, train=[])
-        records = bench.train_all(args, bench.BASE_ROWS[:rows], "loss")
+        records = bench.train_all(bench_args(tmp_path, *estimators), bench.BASE_ROWS[:rows], name)
         assert len({(r["label"], r["estimator"]) for r in records}) == len(records)
         return ran
 
+    def losses(name):
+        return {r["label"]: (r["val_loss"], r["bf16_val_loss"])
+                for r in json.loads((tmp_path / f"{name}.json").read_text())["runs"]}
+
     assert names(2, "branched") == [("bf16", "scratch"), ("ufp4", "branched")]
     assert names(2, "branched") == []
-    for path in tmp_path.glob("nano-*"):                # as in a fresh clone: records, but no weights
-        shutil.rmtree(path)
+    shutil.copy(tmp_path / "loss.json", tmp_path / "ablate.json")
+    shutil.rmtree(tmp_path / "runs")                    # as in a fresh clone: records, but no weights
     assert names(2, "branched") == []
     assert names(3, "branched") == [("bf16", "scratch"), ("e2m1", "branched")]
-    found = {r["label"]: (r["val_loss"], r["bf16_val_loss"])
-             for r in json.loads((tmp_path / "loss.json").read_text())["runs"]}
-    assert found == {"bf16": (3, 3), "ufp4": (2, 1), "e2m1": (4, 3)}
-    assert names(2, "branched", "bf16 forward") == [("ufp4", "branched"), ("ufp4", "bf16 forward")]
-    shutil.rmtree(tmp_path / "nano-scratch-bf16-s0")
+    assert losses("loss") == {"bf16": (3, 3), "ufp4": (2, 1), "e2m1": (4, 3)}
+    assert names(3, "branched", name="ablate") == [("e2m1", "branched")]        # from loss's weights, not its own
+    assert losses("ablate") == {"bf16": (1, 1), "ufp4": (2, 1), "e2m1": (5, 3)}
+    assert names(2, "bf16 forward") == [("ufp4", "branched"), ("ufp4", "bf16 forward")]
+    steps = bench.weights(bench_args(tmp_path), {"model": "nano", "label": "bf16", "estimator": "scratch", "seed": 0})
+    assert [path.name for path in steps] == ["ckpt-0000533", "ckpt-0000800"]
+    steps[1].rename(steps[1].with_name("ckpt-0000544"))                         # a repeat that was stopped
+    monkeypatch.setattr(bench, "train_run", lambda job, args: (ran.append((job["label"], job["estimator"])),
+                                                               {"val_loss": 6.0})[1])
     assert names(2, "own forward") == [("bf16", "scratch"), ("ufp4", "own forward")]
+
+
+def test_what_a_run_resumes(tmp_path, monkeypatch):
+    """Not a run with other flags; nor, as train.py keeps two checkpoints, a BF16 run that would go on to lose the one
+    from which others branch."""
+    commands = []
+
+    def run(command, **kwargs):
+        commands.append(command)
+        return argparse.Namespace(returncode=3, stderr="it diverged")
+
+    def resumes(job, *names, train=()):
+        args = bench_args(tmp_path, train=train)
+        shutil.rmtree(bench.folder(args, job), ignore_errors=True)
+        for name in names:
+            (bench.folder(args, job) / name).mkdir(parents=True)
+        with contextlib.suppress(RuntimeError):
+            bench.train_run(job, args)
+        return "--resume" in commands[-1]
+
+    monkeypatch.setattr(bench.subprocess, "run", run)
+    bf16 = {"model": "nano", "label": "bf16", "recipe": "bf16", "flags": [], "seed": 0, "estimator": "scratch"}
+    ufp4_run = {**bf16, "label": "ufp4", "recipe": "ufp4", "estimator": "branched"}
+    assert resumes(bf16, "ckpt-0000400") and resumes(bf16, "ckpt-0000400", "ckpt-0000533")
+    assert resumes(bf16, "ckpt-0000533", "ckpt-0000800")
+    assert not resumes(bf16) and not resumes(bf16, "ckpt-0000533", "ckpt-0000539")
+    assert not resumes(bf16, "ckpt-0000539", "ckpt-0000800")
+    assert resumes(ufp4_run, "ckpt-0000539") and not resumes(ufp4_run)
+    assert commands[-1][-2:] == ["--branch", str(tmp_path / "runs" / "nano-scratch-bf16-s0" / "ckpt-0000533")]
+    quick = ["--steps", "300"]
+    assert not resumes(ufp4_run, train=quick) and resumes(ufp4_run, "ckpt-0000250", train=quick)
+    assert commands[-1][commands[-1].index("--save-interval") + 1] == "200"
+    assert len({bench.folder(bench_args(tmp_path, train=flags), bf16) for flags in (
+        [], quick, ["--steps", "30"], ["--warmup", "30"])}) == 4
+    assert bench.train_run(ufp4_run, bench_args(tmp_path)) == {"val_loss": None, "error": "it diverged"}
+    with pytest.raises(RuntimeError, match="it diverged"):                      # nothing to compare with
+        bench.train_run(bf16, bench_args(tmp_path))
+    forward = {**ufp4_run, "estimator": "bf16 forward"}
+    assert bench.forward_run(forward, bench_args(tmp_path))["val_loss"] is None
 
 
 @pytest.mark.parametrize("command", ("loss", "ablate", "scaling"))
@@ -1587,8 +1663,6 @@ def test_loss_errors_are_paired_by_seed_and_signed():
     assert bench.compare(records, "nano", "branched", "b", "a") == ("5.00 ± 38.13 (2)", "2.00 ± 12.71")
     assert bench.contrast(records, "nano", "branched", {"a": 0.5, "b": 0.5})[0] == pytest.approx(0.04)
     assert bench.contrast(records, "nano", "branched", {"a": 1, "none such": -1}) is None
-    records.append(run_record("nano", "a", 4, 1.0, None))                       # BF16 itself diverged: no error to it
-    assert sorted(bench.relative_errors(records, "nano", "branched", "a")) == [0, 1, 2]
     mean, half = bench.interval([1.0, 2.0, 3.0, 4.0])   # t(3, 0.975) = 3.182, standard deviation sqrt(5/3)
     assert mean == 2.5 and half == pytest.approx(3.182 * math.sqrt(5 / 3 / 4))
     assert bench.interval([1.0, INF]) == (INF, None)    # a run that diverged
@@ -1628,18 +1702,18 @@ def test_each_estimator_end_to_end(text, tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "RESULTS", tmp_path)
     monkeypatch.setattr(bench.subprocess, "run", run)
     monkeypatch.setattr(train, "prepare", lambda name: prepare.prepare(name, root=tmp_path / "data"))
-    args = argparse.Namespace(models=["nano"], seeds=1, estimators=bench.ESTIMATORS, jobs=1, runs=tmp_path, rows=None,
-                              quick=False, train=[*TINY, "--steps", "6", "--data", str(text)])
+    args = bench_args(tmp_path, *bench.ESTIMATORS, train=[*TINY, "--steps", "6", "--data", str(text)])
     records, _ = bench.bench_training(args, "loss", [bench.BF16, ("e2m1", "e2m1", [])], "e2m1")
     losses = {(r["label"], r["estimator"]): r["val_loss"] for r in records}
     assert len(set(losses.values())) == len(losses) == 5 and {r["bf16_val_loss"] for r in records} == {
         losses["bf16", "scratch"]}
-    assert log_of(tmp_path / "nano-branched-e2m1-s0")[1]["step"] == 5               # the last third of 6 steps
+    job = next(r for r in records if (r["label"], r["estimator"]) == ("e2m1", "branched"))
+    assert log_of(bench.folder(args, job))[1]["step"] == 5                          # the last third of 6 steps
     own = next(r for r in records if r["estimator"] == "own forward")
     assert 0.9 < own["slope"] < 1 and 0 < own["noise"] < 0.1 and len(own["depth"]) == 2 + 1         # blocks, logits
     assert all(0.9 < slope < 1.1 and 0 < noise < 0.1 for slope, noise in own["depth"])
     flags = [*bench.MODELS["nano"], *args.train, "--device", "meta"]                # a loaded model is where flags say
-    model = bench.load_model(flags, train.checkpoints(tmp_path / "nano-scratch-bf16-s0")[-1])[2]
+    model = bench.load_model(flags, bench.weights(args, job)[-1])[2]
     assert all(p.is_meta for p in model.parameters())
 
 

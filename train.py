@@ -347,7 +347,8 @@ def parse_args(argv=None):
     add("--model", default="small" if on_gpu else "nano", choices=PRESETS, help="preset: sizes, steps, learning rate")
     add("--data", default=argparse.SUPPRESS, help="python, shakespeare, fineweb, or a text file (default: python; for "
         "the paper's sizes fineweb)")
-    add("--out", help="directory for log and checkpoints (default: out/MODEL-RECIPE-sSEED, with any overrides)")
+    add("--out", help="directory for log and checkpoints, of one run at a time (default: out/MODEL-RECIPE-sSEED, with "
+        "any overrides)")
     add("--resume", action="store_true", help="go on from the last checkpoint in OUT")
     add("--branch", metavar="CKPT", help="start from this checkpoint of a run that may differ in its recipe")
     add("--seed", type=natural, default=0, help="of weights, batches and stochastic rounding")
@@ -409,8 +410,6 @@ def parse_args(argv=None):
         p.error(f"--top-k must be from 1 to --experts {s.experts}, got {s.top_k}")
     if s.warmup > s.steps:
         p.error(f"--warmup {s.warmup} is more than --steps {s.steps}")
-    if s.resume and s.branch:
-        p.error("--branch starts a run; to go on with one, give --resume without it")
     if s.keep_bf16 > s.layers:
         p.error(f"--keep-bf16 {s.keep_bf16} is more than --layers {s.layers}")
     if s.gpus and not s.dry_run:
@@ -420,6 +419,8 @@ def parse_args(argv=None):
         p.error(f"--batch-size {s.batch_size} must be a multiple of {s.gpus} processes x --grad-accum {s.grad_accum}")
     if s.compile and s.experts and s.dtype != "bfloat16":
         p.error("--compile with experts needs --dtype bfloat16, the only one in which torch compiles grouped products")
+    if s.compile and not ufp4.can_compile(s.device):
+        p.error("--compile can't be used: torch.compile does not work here (see the warning)")
     return s
 
 
@@ -490,9 +491,11 @@ def autocast(s):
 
 @torch.no_grad()
 def evaluate(model, tokens, s):
-    """Mean loss over eval_windows windows spread evenly over the validation tokens: the same for every run. The ranks
-    share them out; one without a window computes some anyway, since the others wait for its shards of the weights."""
+    """Mean loss over eval_windows windows spread evenly over the validation tokens: the same for every run, as is the
+    noise of a recipe with SR on X or W. The ranks share them out; one without a window computes some anyway, since the
+    others wait for its shards of the weights."""
     model.eval()
+    torch.manual_seed(s.seed)
     rows = [(tokens, i) for i in np.linspace(0, len(tokens) - s.seq_len - 1, s.eval_windows).astype(np.int64)]
     rounds = -(-len(rows) // (s.batch_size // s.grad_accum))
     cuts = [len(rows) * i // (rounds * WORLD) for i in range(rounds * WORLD + 1)]
@@ -520,7 +523,7 @@ def write_atomically(path, write):
 
 
 def checkpoints(out):
-    return sorted(out.glob("ckpt-*"))
+    return sorted(p for p in out.glob("ckpt-*") if p.name[5:].isdigit())        # not what a user made of one
 
 
 def save(out, step, model, optimizer, settings):
@@ -636,7 +639,7 @@ def bf16_loss(out, settings):
             if other["recipe"] == "bf16" and records[-1]["step"] == other["steps"] and \
                     all(other.get(k) == settings[k] for k in same):
                 return records[-1]["val_loss"]
-        except (ValueError, KeyError, IndexError):      # another program's log, or one being written
+        except (OSError, ValueError, TypeError, KeyError, IndexError):          # another's log, or one being written
             continue
     return None
 
@@ -902,7 +905,9 @@ def report(s, settings, model, val, dataset, val_loss):
             text = encoding(dataset.encoding).decode(tokens, errors="replace")
         except Exception as e:                          # GPT-2's vocabulary is a download of tiktoken's
             text = f"({dataset.encoding} vocabulary not available: {type(e).__name__}) {tokens}"
-        print(f"--- sample\n{text}\n---")
+        text = f"--- sample\n{text}\n---"
+        charset = sys.stdout.encoding or "utf-8"
+        print(text.encode(charset, "replace").decode(charset))                  # a terminal may lack the characters
 
 
 def main(argv=None):

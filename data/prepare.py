@@ -46,7 +46,10 @@ def encoding(name):
 
 
 def write_tokens(path, tokens):
-    """Write a token file, atomically. tokens: any sequence of ints under 65536."""
+    """Write a token file, atomically. tokens: any sequence of ints under 65536; ValueError if the header can't count
+    them."""
+    if len(tokens) >= 2**31:
+        raise ValueError(f"{path} can't hold {len(tokens)} tokens, only fewer than 2^31; give less text")
     header = np.zeros(256, dtype=np.int32)
     header[:3] = MAGIC, VERSION, len(tokens)
     path.parent.mkdir(parents=True, exist_ok=True)
