@@ -397,8 +397,9 @@ def weights(args, job):
     return [folder(args, job) / f"ckpt-{n:07d}" for n in left]
 
 
-def read_log(args, job):
-    return [json.loads(line) for line in (folder(args, job) / "log.jsonl").read_text().splitlines()]
+def read_log(out):
+    """Of a run of train.py: [its settings, versions and threads, then what each line of its log says]."""
+    return [json.loads(line) for line in (Path(out) / "log.jsonl").read_text().splitlines()]
 
 
 def train_run(job, args):
@@ -420,7 +421,7 @@ def train_run(job, args):
         return {"val_loss": None, "error": done.stderr.strip().splitlines()[-1]}
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
-    lines = read_log(args, job)
+    lines = read_log(out)
     return {"val_loss": lines[-1]["val_loss"], "steps": lines[-1]["step"], "tokens_per_s": lines[-1]["tokens_per_s"],
             "settings": {k: v for k, v in lines[0]["settings"].items() if k not in ("out", "branch")},
             "curve": [[r["step"], round(r["train_loss"], 4)] for r in lines[1:]]}
@@ -520,7 +521,7 @@ def train_all(args, rows, name):
                     job = started[done]
                     records = [r for r in records if key(r) != key(job)]
                     records.append({**job, "flags": args.train, "machine": machine(), **done.result(),
-                                    "bf16_val_loss": read_log(args, bf16_of(job))[-1]["val_loss"]})
+                                    "bf16_val_loss": read_log(folder(args, bf16_of(job)))[-1]["val_loss"]})
                     save(name, {"runs": sorted(records, key=key)})
                     print("{model} {label:16s} {estimator} seed {seed}: {val_loss}".format(**records[-1]), flush=True)
             except BaseException as e:                                          # Ctrl-C, or a run that failed
@@ -1040,7 +1041,7 @@ def scale_run(recipe, processes, flags, steps=10, kept=6):
         _, status, usage = os.wait4(process.pid, 0)                             # of all its descendants
         if status:
             sys.exit(f"bench.py: {' '.join(command)} failed")
-        settings, *records = [json.loads(line) for line in (Path(out) / "log.jsonl").read_text().splitlines()]
+        settings, *records = read_log(out)
     tokens = settings["settings"]["batch_size"] * 128
     return [1e3 * tokens / r["tokens_per_s"] for r in records[-kept:]], usage.ru_maxrss / 1024
 

@@ -350,7 +350,8 @@ def parse_args(argv=None):
     add("--out", help="directory for log and checkpoints, of one run at a time (default: out/MODEL-RECIPE-sSEED, with "
         "any overrides)")
     add("--resume", action="store_true", help="go on from the last checkpoint in OUT")
-    add("--branch", metavar="CKPT", help="start from this checkpoint of a run that may differ in its recipe")
+    add("--branch", metavar="CKPT", help="start from this checkpoint of a run that may differ in its recipe; with "
+        "--resume, which goes on from the run's own, it is not read")
     add("--seed", type=natural, default=0, help="of weights, batches and stochastic rounding")
     add("--device", default="cuda" if on_gpu else "cpu", help="cpu, cuda, cuda:1, ...")
     add("--dtype", choices=("float32", "bfloat16"), help="of GEMMs, by autocast (default: bfloat16, on a CPU float32)")
@@ -491,9 +492,9 @@ def autocast(s):
 
 @torch.no_grad()
 def evaluate(model, tokens, s):
-    """Mean loss over eval_windows windows spread evenly over the validation tokens: the same for every run, as is the
-    noise of a recipe with SR on X or W. The ranks share them out; one without a window computes some anyway, since the
-    others wait for its shards of the weights."""
+    """Mean loss over eval_windows windows spread evenly over the validation tokens: the same for every run. With SR on
+    X or W the noise is the same each time, for a seed. The ranks share the windows out; one without a window computes
+    some anyway, since the others wait for its shards of the weights."""
     model.eval()
     torch.manual_seed(s.seed)
     rows = [(tokens, i) for i in np.linspace(0, len(tokens) - s.seq_len - 1, s.eval_windows).astype(np.int64)]
