@@ -408,7 +408,8 @@ def parse_args(argv=None):
     if s.dim % s.heads or s.dim // s.heads % 2:
         p.error(f"--dim {s.dim} must split into --heads {s.heads} of an even width")
     if not 1 <= s.top_k <= s.experts and (s.experts or s.top_k):
-        p.error(f"--top-k must be from 1 to --experts {s.experts}, got {s.top_k}")
+        p.error(f"--top-k must be {f'from 1 to --experts {s.experts}' if s.experts else '0 without --experts'}, got "
+                f"{s.top_k}")
     if s.warmup > s.steps:
         p.error(f"--warmup {s.warmup} is more than --steps {s.steps}")
     if s.keep_bf16 > s.layers:
@@ -631,9 +632,10 @@ def set_aside(out):
 
 
 def bf16_loss(out, settings):
-    """Final validation loss of a finished bf16 run beside OUT with the same settings otherwise, or None."""
+    """Final validation loss of a finished bf16 run beside OUT with the same settings otherwise, set aside or not, or
+    None."""
     same = settings.keys() - {*RECIPE_FLAGS, *RESUMABLE} | {"steps", "warmup"}
-    for path in sorted(out.parent.glob("*/log.jsonl")):
+    for path in sorted(out.parent.glob("*/log.jsonl")) + sorted(out.parent.glob("*/previous-*/log.jsonl")):
         try:
             records = [json.loads(line) for line in path.read_text().splitlines()]
             other = records[0]["settings"]
