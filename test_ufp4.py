@@ -215,8 +215,9 @@ def test_e8m0_scales_by_frexp():
         for a, s in zip(amax.tolist(), q.scale.double().flatten().tolist()):
             top = MAGNITUDES[name][-1]
             assert a <= top * s * (1 + 2**-23) and (s == 2.0**-127 or a > top * s / 2)     # amax / g_max is a float32
-    x[:4, 17] = torch.tensor([1.0, 1 + 2**-23, 1.5, torch.finfo(torch.float32).max])
-    assert quantize(x[:4], "e2m1-max1", "e8m0-up", 32).scale.float().flatten().tolist() == [1.0, 2.0, 2.0, 2.0**127]
+    x[:5, 17] = torch.tensor([1.0, 1 + 2**-23, 1.5, torch.finfo(torch.float32).max, 2.0**-127])
+    s = quantize(x[:5], "e2m1-max1", "e8m0-up", 32).scale.double().flatten().tolist()
+    assert s == [1.0, 2.0, 2.0, 2.0**127, 2.0**-127]
 
 
 def test_fp32_scale_is_amax_over_gmax_and_amax_survives():
@@ -894,6 +895,8 @@ def test_overrides_reach_the_recipe_and_the_blocks(settings):
     model = train.GPT(s, recipe, 256)
     names = [[m.recipe.name for m in b.modules() if isinstance(m, ufp4.Linear)] for b in model.blocks]
     assert names == [["e2m1"] * 4, ["bf16"] * 4] and type(model.lm_head) is nn.Linear
+    s.experts, s.top_k = 4, 2
+    assert [b.mlp.recipe.name for b in train.GPT(s, recipe, 256).blocks] == ["e2m1", "bf16"]
     with pytest.raises(ValueError, match="no effect on recipe bf16"):
         train.make_recipe(settings("--recipe", "bf16", "--sr", "none"))
 
@@ -985,6 +988,21 @@ def test_attention_is_causal_and_rope_is_relative(settings):
         nn.init.zeros_(last.weight)
     x = torch.randn(1, 8, 32)
     assert torch.equal(block(x), x)                     # the residual stream passes by both
+
+
+def test_initial_weights_and_samples(settings, monkeypatch):
+    """GPT-2's deviations; tokens drawn at a temperature, from a context that slides."""
+    model = train.GPT(settings("--dim", "64", "--hidden", "64", "--experts", "4", "--top-k", "2"), RECIPES["bf16"], 256)
+    model.init_weights()
+    for name, p in model.named_parameters():
+        last = name.endswith(("proj.weight", "fc2", "fc2.weight"))              # 2 layers, 2 of these in each
+        assert p.dim() == 1 and (p == 1).all() or p.std().item() == pytest.approx(0.02 / (2 if last else 1), rel=0.15)
+    read, logits = [], torch.tensor([0.2, 0.8]).log()
+    monkeypatch.setattr(train.GPT, "forward",
+                        lambda self, tokens: read.append(tokens) or logits.expand(1, len(tokens[0]), 2))
+    tokens = model.generate(torch.zeros(1, 5, dtype=torch.int64), 2000, 8, gen(), temperature=0.5)
+    assert all(torch.equal(r, tokens[:, max(0, i - 3):5 + i]) for i, r in enumerate(read)) and tokens.shape == (1, 2005)
+    assert tokens[0, 5:].double().mean() == pytest.approx(0.64 / 0.68, abs=4 * (0.64 * 0.04) ** 0.5 / 0.68 / 2000**0.5)
 
 
 def random_moe(settings, experts, std):
@@ -2062,6 +2080,7 @@ class TestKernels:
         x[3, 5] = math.inf if scale != "e4m3" else 0.0
         for row, ulps in ((4, 1), (5, 3)):              # E1M2: powers of two come halfway, the even one below or above
             x[row, :16] = torch.tensor([1.75, 0.25, -0.5, 1.0] * 4) * (1 + ulps * 2.0**-8)
+        x[6] *= 2.0**-125 / x[6].abs().max()            # E8M0's least scale, 2^-127
         p, _ = kernels.quantize(x.to(DEVICE), ufp4.get_format(fmt), scale, block)
         expected = ufp4.Quantized(p.codes.cpu(), p.scale.cpu(), 1.0, p.fmt).dequantize()
         got = kernels.decode_bf16(p).cpu()
