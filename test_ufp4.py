@@ -2120,6 +2120,8 @@ class TestKernels:
         with torch.autocast(a.codes.device.type, torch.bfloat16):               # which rounds no sum
             got = kernels.matmul(a, b, path, torch.float32).cpu()
         assert within(got, *exact, rounded=scale == "fp32" and (path == "cublas" or not kernels.INTERPRET))
+        if path == "cublas":                            # what a layer in bfloat16 asks for
+            assert within(kernels.matmul(a, b, path).cpu(), *exact, rounded=scale == "fp32", results=1)
 
     def test_e2m1_pairs_sum_to_e1m2(self):
         """Every nibble, and every byte of two: high + low is the E1M2 value in units of half a spacing, signs kept."""
@@ -2140,6 +2142,8 @@ class TestKernels:
         assert [path("ufp4-mx", a) for a in kernels.ARCHITECTURES] == ["cublas"] * 2 + ["fp8"] * 4
         assert [path("ufp4-e4m3", a) for a in kernels.ARCHITECTURES] == ["cublas"] * 3 + ["fp4x4"] * 2 + ["cublas"]
         assert path("ufp4-e4m3", "sm_103", (3, 6)) == path("nvfp4", "sm_121", (3, 7)) == "cublas"
+        for name in ("ufp4-e4m3", "ufp4-mx"):
+            assert kernels.route(dataclasses.replace(RECIPES[name], fmt="int4"), "sm_103", (3, 9))[0] == "cublas"
         for fields in ({"alpha": 1.0}, {"swap": ("w:e2m1",)}, {"fmt": "e2m1+e1m2"}, {"scale": "e4m3-nearest"},
                        {"block": 8}, {"rht_block": 8}):
             assert kernels.route(dataclasses.replace(RECIPES["ufp4"], **fields), "sm_90")[0] == "reference", fields
