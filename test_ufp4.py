@@ -616,7 +616,6 @@ def test_gradients_are_unbiased_under_stochastic_rounding():
     x, w = torch.randn(32, 64, generator=gen(), requires_grad=True), torch.randn(48, 64, generator=gen(1))
     dy = torch.randn(32, 48, generator=gen(2))
     recipe = RECIPES["ufp4"]
-    torch.manual_seed(0)
     draws = torch.stack([torch.autograd.grad(ufp4.linear(x, w, recipe), x, dy)[0] for _ in range(400)]).double()
     signs = random_signs(0)
     expected = rht(dy, signs).double() @ oracle_operand(w.T.contiguous(), recipe, "dgrad", "w").T
@@ -971,7 +970,6 @@ def test_validation_is_the_mean_of_evenly_spaced_windows(settings, monkeypatch):
 
 
 def test_attention_is_causal_and_rope_is_relative(settings):
-    torch.manual_seed(0)
     model = train.GPT(settings(), RECIPES["bf16"], 256).eval()
     a = torch.randint(0, 256, (1, 32))
     b = a.clone()
@@ -1006,7 +1004,6 @@ def test_initial_weights_and_samples(settings, monkeypatch):
 
 
 def random_moe(settings, experts, std):
-    torch.manual_seed(0)
     moe = train.MoE(settings("--experts", str(experts), "--top-k", "2"), RECIPES["bf16"])
     for p in moe.parameters():
         nn.init.normal_(p, std=std)
