@@ -90,7 +90,7 @@ def median_time(f, repeats):
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# bias: the geometry of shrinkage (the paper's sections 1 and 2)
+# bias: the geometry of shrinkage
 
 GRIDS = ("e2m1", "e1m2")
 SCALE_RULES = {"fp32": "FP32", "e4m3-nearest": "E4M3, nearest", "e4m3-up": "E4M3, up",
@@ -146,7 +146,7 @@ def samples(kind, shape, generator):
 
 
 def sqnr(q, x):
-    """Signal to quantization noise in dB, -10 log10(|q - x|^2 / |x|^2): the paper's section 2."""
+    """Signal to quantization noise in dB, -10 log10(|q - x|^2 / |x|^2), as in the paper."""
     return -10 * math.log10(((q - x).double().square().sum() / x.double().square().sum()).item())
 
 
@@ -255,7 +255,7 @@ PAPER_SQNR = {"e2m1": 21.90, "e1m2": 19.94, "e2m1 rht": 20.00, "e1m2 rht": 23.19
 
 
 def effective_buckets(x, fmt):
-    """B_eff = exp(entropy of the codes' magnitudes) / 8 (the paper's section 2): 1 if all eight are used alike."""
+    """B_eff = exp(entropy of the codes' magnitudes) / 8, the paper's: 1 if all eight are used alike."""
     q = ufp4.quantize(x, fmt)
     nibbles = torch.stack((q.codes & 15, q.codes >> 4)).int()
     p = torch.bincount(torch.tensor(q.fmt.values).abs()[nibbles].flatten().mul(4).int()).double() / nibbles.numel()
@@ -429,7 +429,7 @@ def train_run(job, args):
 
 def split(exact, quantized):
     """(slope, noise): quantized = slope exact + R, R orthogonal to exact; noise = |R|^2 / |exact|^2. The paper splits
-    an operand so (section 2)."""
+    an operand so."""
     exact, quantized = exact.float(), quantized.float()
     slope = (exact * quantized).sum() / exact.square().sum()
     return slope.item(), ((quantized - slope * exact).square().sum() / exact.square().sum()).item()
@@ -531,7 +531,7 @@ def train_all(args, rows, name):
 
 
 def relative_errors(records, model, estimator, label):
-    """{seed: BF16-relative loss error} (paper, section 4, Q2), infinite if the run diverged."""
+    """{seed: BF16-relative loss error} (the paper's, Q2), infinite if the run diverged."""
     return {r["seed"]: math.inf if r["val_loss"] is None else r["val_loss"] / r["bf16_val_loss"] - 1 for r in records
             if (r["model"], r["label"], r["estimator"]) == (model, label, estimator)}
 
@@ -628,7 +628,7 @@ ABLATIONS = {
     "block": [(f"block {n}", "ufp4", ["--block", n]) for n in ("8", "32")],
     "Hadamard size": [(f"rht block {n}", "ufp4", ["--rht-block", n]) for n in ("8", "32")],
 }
-# The paper's section 4: loss errors in % (Q2) of Dense 1.5B and MoE 7.9B, and losses of Dense 1.5B's ablations (Q4).
+# The paper's loss errors in % (Q2) of Dense 1.5B and MoE 7.9B, and losses of Dense 1.5B's ablations (Q4).
 PAPER_ERROR = {"Dense 1.5B": {"ufp4": 0.9673, "e2m1": 1.2570}, "MoE 7.9B": {"ufp4": 1.8469, "e2m1": 2.3596}}
 PAPER_LOSS = {"ufp4": 1.88079, "rht none": 1.89202, "rht wgrad": 1.88721, "rht dgrad,wgrad": 1.88912,
               "rht fprop,wgrad": 1.88558, "sr none": 1.88535}
@@ -764,13 +764,12 @@ def by_compute(records, kind):
     flops = {r["model"]: compute(r["settings"])[1] for r in records if r["label"] == "bf16"}
     points = collections.defaultdict(lambda: collections.defaultdict(list))
     for model in sorted((m for m in SIZES[kind] if m in flops), key=flops.get):
-        errors = {label: relative_errors(records, model, "scratch" if label == "bf16" else "branched", label)
-                  for label, _, _ in BASE_ROWS}
+        errors = {label: error for label, _, _ in BASE_ROWS if (
+            error := relative_errors(records, model, "scratch" if label == "bf16" else "branched", label))}
         bf16 = {r["seed"]: r["val_loss"] for r in records if (r["model"], r["label"]) == (model, "bf16")}
-        for seed in sorted(set.intersection(*(set(e) for e in errors.values() if e))):
-            have = {label: error for label, error in errors.items() if error}
-            for label, error in have.items():
-                if all(math.isfinite(e[seed]) for e in have.values()):
+        for seed in sorted(set.intersection(*map(set, errors.values()))):
+            for label, error in errors.items():
+                if all(math.isfinite(e[seed]) for e in errors.values()):
                     points[label][seed].append((flops[model], bf16[seed] * (1 + error[seed]), error[seed]))
     return points
 
@@ -788,6 +787,8 @@ def fit_scaling(records):
         fits[kind], errors = {"sizes": sizes, "exponent": {}, "gap": {}}, {}
         for label, seeds in points.items():
             whole = [p for p in seeds.values() if len(p) == sizes]
+            if not whole:
+                continue
             errors[label] = {seed: statistics.mean(e for *_, e in p) for seed, p in seeds.items() if len(p) == sizes}
             line = lambda p, y: statistics.linear_regression([math.log10(c) for c, *_ in p], [y(q) for q in p]).slope
             fits[kind]["exponent"][label] = interval([-line(p, lambda q: math.log10(q[1])) for p in whole])
@@ -1125,6 +1126,8 @@ def noise_table():
     rows = []
     for name, model in (("loss", "nano"), ("loss", "nano-moe"), ("ablate", "nano"), ("ablate", "nano-deep")):
         points = fprop_and_error(load_results(name)["runs"], model)
+        if len(points) < 2:
+            continue
         slope, noise, error, _ = zip(*points.values())
         ratios = [e / n for e, n in zip(error, noise)]
         rows.append([f"`{name}`, `{model}`: {len(points)}", f"{statistics.correlation(noise, error):.2f}",
@@ -1323,8 +1326,8 @@ if __name__ == "__main__":
                        help="scratch: whole runs from the same weights and batches; branched: the last third, from one "
                             "BF16 run; bf16 forward: a branched run's weights, evaluated without quantization; own "
                             "forward: the BF16 run's weights, evaluated with the recipe's forward pass; its noise")
-        p.add_argument("--jobs", type=int, default=1 if torch.cuda.is_available() else os.cpu_count(),
-                       help="runs at a time")
+        p.add_argument("--jobs", type=int, choices=range(1, 1000), metavar="N", help="runs at a time",
+                       default=1 if torch.cuda.is_available() else os.cpu_count())
         p.add_argument("--quick", action="store_true", help="300 steps, 2 seeds, no 4-bit run from scratch")
         p.add_argument("--runs", type=Path, default=HERE / "out" / "bench", help="where the runs go")
         p.add_argument("train", nargs="*", help="more flags for train.py, after --")

@@ -21,7 +21,8 @@ its optimizer state, gathers a block's weights to compute the block, and multipl
   single process, the float32 weight: then all get the same 4 bits. "Mixed precision" is the autocast after that.
 - Blocks along tokens (wgrad), and the amax of a tensor for two-level (E4M3) scales, are those of what one GEMM
   multiplies: all of W; of X and dY the rank's own rows. Each product is scaled and unscaled by its own amax, so no rank
-  need know another's. N processes compute what one does with --grad-accum N, but for the order of sums over ranks.
+  need know another's. But for noise and the order of sums over ranks, N processes compute what one does with
+  --grad-accum N.
 - Noise for stochastic rounding is seeded by (seed, step, rank) at each step: ranks differ, a resumed run repeats, and a
   checkpoint need not hold the random states of a certain number of processes.
 """
@@ -395,13 +396,11 @@ def parse_args(argv=None):
     s = p.parse_args(argv)
     preset = {"data": "python", **PRESETS[s.model]}
     preset["warmup"] = min(preset["warmup"], getattr(s, "steps", preset["steps"]) // 5)
-    for name, value in preset.items():
-        if not hasattr(s, name):
-            setattr(s, name, value)
+    s = argparse.Namespace(**preset | vars(s))
     s.device = f"cuda:{LOCAL_RANK}" if s.device == "cuda" and WORLD > 1 else s.device
     try:
         torch.empty(1, device=s.device)
-    except (RuntimeError, AssertionError) as e:         # no such device, or not in this build of torch
+    except (RuntimeError, AssertionError, ImportError) as e:        # no such device, or not in this build of torch
         p.error(f"--device {s.device} can't be used: {str(e).splitlines()[0]}")
     s.dtype = s.dtype or ("float32" if s.device == "cpu" else "bfloat16")
     s.out = s.out or f"out/{s.model}-{variant(s, '-')}-s{s.seed}"
@@ -570,6 +569,8 @@ def find(path, settings, may_differ):
         raise damaged(path, e) from e
     differ = [f"{k} is {settings[k]!r} now and was {saved.get(k)!r}" for k in settings
               if k not in may_differ and settings[k] != saved.get(k)]
+    if step > settings["steps"]:
+        differ.append(f"--steps is {settings['steps']} and its last step {step}")
     if differ:
         raise ValueError(f"{path} belongs to a run with other settings: {'; '.join(differ)}")
     return path, step
@@ -632,14 +633,14 @@ def set_aside(out):
 
 
 def bf16_loss(out, settings):
-    """Final validation loss of a finished bf16 run beside OUT with the same settings otherwise, set aside or not, or
-    None."""
+    """Final validation loss of a finished bf16 run beside OUT with the same settings otherwise, set aside or not; None
+    without one. A branched one may have begun in 4 bits, and doesn't count."""
     same = settings.keys() - {*RECIPE_FLAGS, *RESUMABLE} | {"steps", "warmup"}
     for path in sorted(out.parent.glob("*/log.jsonl")) + sorted(out.parent.glob("*/previous-*/log.jsonl")):
         try:
             records = [json.loads(line) for line in path.read_text().splitlines()]
             other = records[0]["settings"]
-            if other["recipe"] == "bf16" and records[-1]["step"] == other["steps"] and \
+            if other["recipe"] == "bf16" and not other["branch"] and records[-1]["step"] == other["steps"] and \
                     all(other.get(k) == settings[k] for k in same):
                 return records[-1]["val_loss"]
         except (OSError, ValueError, TypeError, KeyError, IndexError):          # another's log, or one being written
@@ -802,8 +803,8 @@ def train(s):
     first = 0
     if start is None:
         torch.manual_seed(s.seed)
-        for m in model.modules():                       # These draw when they are built on a CPU, in vain: drawn here
-            if isinstance(m, (nn.Linear, nn.Embedding)):        # too, a seed gives GPT's weights, built there or so.
+        for m in model.modules():                       # Built on a CPU, these draw values that init_weights replaces.
+            if isinstance(m, (nn.Linear, nn.Embedding)):        # As many are drawn here: a seed's weights are the same.
                 draw = torch.Tensor.uniform_ if isinstance(m, nn.Linear) else torch.Tensor.normal_
                 draw(torch.empty(m.weight.shape))
         model.init_weights()

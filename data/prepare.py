@@ -10,6 +10,7 @@ layout of the public FineWeb shards, used for everything. Text becomes bytes, vo
 50257. Every file is written under another name and renamed when complete, so one that is there is whole.
 """
 import argparse
+import http.client
 import os
 import sys
 import sysconfig
@@ -108,7 +109,7 @@ def download(url, path, check=None):
             while chunk := response.read(1 << 20):
                 f.write(chunk)
                 bar.update(len(chunk))
-    except OSError as e:                                # URLError, timeouts and resets are all OSErrors
+    except (OSError, http.client.HTTPException) as e:   # URLErrors, timeouts and resets are OSErrors
         raise OSError(f"could not download {url}: {e}. What has arrived is kept and the next try goes on from there. "
                       f"Without a network, use --data python or a text file of yours, or put the file at {path}") from e
     if total is not None and part.stat().st_size != total:
