@@ -803,8 +803,8 @@ def train(s):
     first = 0
     if start is None:
         torch.manual_seed(s.seed)
-        for m in model.modules():                       # Built on a CPU, these draw values that init_weights replaces.
-            if isinstance(m, (nn.Linear, nn.Embedding)):        # As many are drawn here: a seed's weights are the same.
+        for m in model.modules():                       # Built on a CPU, layers draw weights, in vain. Draw as
+            if isinstance(m, (nn.Linear, nn.Embedding)):        # many here: then a seed's are the same either way.
                 draw = torch.Tensor.uniform_ if isinstance(m, nn.Linear) else torch.Tensor.normal_
                 draw(torch.empty(m.weight.shape))
         model.init_weights()
