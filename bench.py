@@ -8,11 +8,12 @@
     python bench.py scaling         the same against compute: five sizes, dense and mixture of experts; and variations
     python bench.py dispatch        the tensor-core instruction of each recipe on each GPU, compiled without one
     python bench.py kernels         speed of the Triton kernels on this GPU, against copying and cuBLAS (needs one)
+    python bench.py tune            which tiles and programs quantize fastest on this GPU (needs one)
     python bench.py scale           step time and memory over processes, tokens a step, experts (10 min, on a CPU)
     python bench.py readme          write the tables of README.md anew from data/results
 
-Each but the last writes data/results/NAME.json: settings, seeds, versions, machine and every number (kernels writes
-kernels-GPU.json); those that measure numerics or losses draw NAME.png. loss, ablate and scaling save each run as it
+Each but the last writes data/results/NAME.json: settings, seeds, versions, machine and every number (kernels and tune
+write NAME-GPU.json); those that measure numerics or losses draw NAME.png. loss, ablate and scaling save each run as it
 ends and go on where they stopped.
 """
 import argparse
@@ -837,8 +838,7 @@ def compile_matmul(path, arch, fmt, scale, block):
     BM, BN, BK, warps, stages = kernels.tiles(path, arch, block)
     cuda = arch.startswith("sm_")
     number = {"fp32": "fp32", "e4m3": "u8" if path == "decode" else "fp8e4nv", "e8m0": "u8"}[scale]
-    constants = dict(DTYPE=tl.bfloat16, BM=BM, BN=BN, BK=BK,
-                     **kernels.matmul_constants(path, scale, block, f.mbits, f.min_normal, f.twos_complement))
+    constants = dict(PATH=path, S=kernels.Spec(*kernels.spec(f, scale, block)), DTYPE=tl.bfloat16, BM=BM, BN=BN, BK=BK)
     signature = dict(c_ptr="*bf16", a_t_ptr="*fp32", b_t_ptr="*fp32", M="i32", N="i32", K="i32", stride_c="i32")
     for name, rows in (("a", BM), ("b", BN)):
         signature[f"{name}_desc"] = f"tensordesc<u8[{rows}, {BK // 2}]>"
@@ -851,22 +851,74 @@ def compile_matmul(path, arch, fmt, scale, block):
     binary = triton.compile(source, target=target, options=dict(num_warps=warps, num_stages=stages))
     text = binary.asm["ptx" if cuda else "amdgcn"]
     if cuda:
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(binary.asm["cubin"])
-            file.flush()
-            tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
-            sass = subprocess.run((tool, "-sass", file.name), capture_output=True, text=True)
-        spills = len(re.findall(r"\b(?:STL|LDL)\b", sass.stdout)) if sass.returncode == 0 else None
+        code = disassemble(binary)
+        spills = None if code is None else sum(op.startswith(("STL", "LDL")) for _, op, _ in code)
     else:
         spills = int(re.search(r"vgpr_spill_count:\s*(\d+)", text)[1])
     found = collections.Counter(MMA.findall(text))
     return dict(instruction=" + ".join(found), count=sum(found.values()), shared=binary.metadata.shared, spills=spills)
 
 
+def disassemble(binary):
+    """A compiled kernel's instructions: (address, opcode, address that it branches to or None); None if Triton's
+    disassembler fails."""
+    import triton
+    tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        sass = subprocess.run((tool, "-sass", file.name), capture_output=True, text=True)
+    if sass.returncode:
+        return None
+    lines = re.findall(r"^\s+/\*([0-9a-f]+)\*/\s+(?:@!?U?P\w+\s+)?([\w.]+)(.*?);", sass.stdout, re.M)
+    to = [re.search(r"0x([0-9a-f]+)\s*$", rest) if op.startswith("BRA") else None for _, op, rest in lines]
+    return [(int(at, 16), op, int(t[1], 16) if t else None) for (at, op, _), t in zip(lines, to)]
+
+
+# The operands of a layer as kernels.quantize is asked for them, and the calls that `kernels` times: with columns, with
+# noise, decoded rows and columns.
+QUANTIZED = {
+    "one orientation, nearest": (False, False, False, False),
+    "both orientations, nearest": (True, False, False, False),
+    "both orientations, stochastic": (True, True, False, False),
+    "X of a layer": (True, False, True, False),
+    "W of a layer": (True, False, True, True),
+    "dY of a layer": (True, True, True, True),
+}
+
+
+def compile_quantize(name, arch):
+    """Compile kernels.quantize_kernel, as it runs for ufp4 on bfloat16, for an architecture -> {instructions of its
+    loop for each element, registers, spills}."""
+    import kernels
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    cols, noise, *decoded = QUANTIZED[name]
+    r, (TR, TC, stages, _, registers) = ufp4.RECIPES["ufp4"], kernels.SHAPES[cols]
+    mask, S = kernels.sign_mask(r.signs), kernels.Spec(*kernels.spec(r.format, r.scale, r.block))
+    constants = dict(amax_ptr=None, stride_c=1, S=S, ROWS=True, COLS=cols, ROW_SIGNS=mask, COL_SIGNS=mask, N=16,
+                     UNIT=16, GAIN=0.25, SR=noise, TWO_D=False, SWIZZLE=False, ROWS_DECODED=decoded[0],
+                     COLS_DECODED=decoded[1], TR=TR, TC=TC, STAGES=stages, **({} if noise else {"seed_ptr": None}))
+    names = kernels.quantize_kernel.arg_names
+    types = dict(x_ptr="*bf16", t_ptr="*fp32", row_out_ptr="*i32", row_scales_ptr="*fp32", col_out_ptr="*i32",
+                 col_scales_ptr="*fp32", seed_ptr="*i64", **dict.fromkeys(("offset", "R", "C", "stride_r"), "i32"))
+    types.update(dict.fromkeys(constants, "constexpr"))
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if types[n] != "constexpr"}
+    source = ASTSource(kernels.quantize_kernel, {n: types[n] for n in names}, constants, aligned)
+    binary = kernels.triton.compile(source, target=GPUTarget("cuda", int(arch[3:]), 32),
+                                    options=dict(num_warps=4, maxnreg=registers))
+    code = disassemble(binary)
+    back = [(at - to, to, at) for at, _, to in code if to is not None and to < at]          # the loop is the longest
+    _, first, last = max(back)
+    return dict(per_element=sum(first <= at <= last for at, *_ in code) / (TR * TC / 128), registers=registers,
+                instructions=len(code), spills=sum(op.startswith(("STL", "LDL")) for _, op, _ in code),
+                prefetched="cp.async" in binary.asm["ptx"])
+
+
 @functools.cache
 def lowering(*args):
-    """compile_matmul in a process of its own, since a compiler that fails an assertion takes its process along, and
-    without the interpreter. {"error": its last line} if it fails."""
+    """compile_matmul or compile_quantize in a process of its own, since a compiler that fails an assertion takes its
+    process along, and without the interpreter. {"error": its last line} if it fails."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, __file__, "lower", json.dumps(args)], capture_output=True, text=True,
                           env=dict(env, TRITON_ALWAYS_COMPILE="1"))
@@ -875,7 +927,8 @@ def lowering(*args):
 
 
 def bench_lower(args):
-    print(json.dumps(compile_matmul(*json.loads(args.what))))
+    given = json.loads(args.what)
+    print(json.dumps((compile_quantize if given[0] in QUANTIZED else compile_matmul)(*given)))
 
 
 def bench_dispatch(args):
@@ -896,7 +949,11 @@ def bench_dispatch(args):
                 line += r.get("error") or f" {r['count']:5} {r['shared']:7} {spills:>6}  {r['instruction']}"
             rows.append(row)
             print(f"{line}  ({why})", flush=True)
-    save("dispatch", {"triton": kernels.triton.__version__, "rows": rows})
+    print("\nquantize, ufp4, bfloat16: instructions for each element, spills")
+    quantizers = [{"row": n, "arch": a, **lowering(n, a)} for n in QUANTIZED for a in ("sm_90", "sm_100")]
+    for r in quantizers:
+        print("{row:30} {arch:7} {per_element:5.1f} {spills:3}".format(**r))
+    save("dispatch", {"triton": kernels.triton.__version__, "rows": rows, "quantize": quantizers})
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -1005,11 +1062,48 @@ def kernel_speeds(sizes, time, device, compiled):
         yield next(names), ms, ms[0] / base[0], ""
 
 
-def bench_kernels(args):
+ONE_TILE = 10**6                            # programs for each processor: more than there are tiles, so one each
+TRIED = {False: ((32, 128, 2, 8, 64), (32, 128, 2, 7, 72), (32, 128, 3, 7, 72), (32, 128, 1, 8, 64),
+                 (32, 128, 1, ONE_TILE, 64), (64, 64, 2, 8, 64), (16, 256, 2, 8, 64), (64, 128, 2, 5, 96),
+                 (64, 128, 1, ONE_TILE, 96)),
+         True: ((64, 64, 2, 4, 128), (64, 64, 2, 3, 168), (64, 64, 3, 3, 168), (64, 64, 2, 5, 96), (64, 64, 1, 4, 128),
+                (64, 64, 1, ONE_TILE, 128), (64, 64, 1, ONE_TILE, 96), (32, 64, 2, 8, 64), (64, 128, 2, 2, 255))}
+
+
+def shape_speeds(n, time, device):
+    """Yields (a row of QUANTIZED, a value for kernels.SHAPES, milliseconds) on a tensor of n x n."""
+    import kernels
+    recipe, x = ufp4.RECIPES["ufp4"], torch.randn(n, n, device=device, dtype=torch.bfloat16)
+    seed, used = torch.zeros(1, dtype=torch.int64, device=device), dict(kernels.SHAPES)
+    for name, (cols, noise, *decoded) in QUANTIZED.items():
+        for kernels.SHAPES[cols] in TRIED[cols]:
+            ms = time(lambda: kernels.quantize(x, recipe.format, recipe.scale, recipe.block, True, cols, recipe.signs,
+                                               recipe.signs if cols else None, seed if noise else None,
+                                               decoded=decoded))
+            yield name, kernels.SHAPES[cols], ms
+    kernels.SHAPES.update(used)
+
+
+def need_gpu():
     if not torch.cuda.is_available():
-        sys.exit("bench.py: kernels measures a GPU, and torch finds none here; the kernels' results are tested without "
+        sys.exit("bench.py: this measures a GPU, and torch finds none here; the kernels' results are tested without "
                  "one by pytest -k kernels, and their code by python bench.py dispatch")
     os.environ["UFP4_BACKEND"] = "triton"                                       # an error rather than the reference
+
+
+def bench_tune(args):
+    """Prints, for each kind of call, the shapes tried, the fastest first: what kernels.SHAPES should hold."""
+    need_gpu()
+    rows = []
+    for name, shape, ms in shape_speeds(TIMED["n"], gpu_time, "cuda"):
+        rows.append({"row": name, "shape": shape, "ms": ms})
+        save("tune-" + re.sub(r"\W+", "-", torch.cuda.get_device_name()), {"rows": rows})
+    for r in sorted(rows, key=lambda r: (list(QUANTIZED).index(r["row"]), r["ms"][0])):
+        print("{0:.3f} ms ({1:.3f} to {2:.3f})  {row}: {shape}".format(*r["ms"], **r))
+
+
+def bench_kernels(args):
+    need_gpu()
     import kernels
     torch._dynamo.config.recompile_limit = 64
     rows = []
@@ -1311,6 +1405,7 @@ if __name__ == "__main__":
     commands.add_parser("cpu", help="speed of the emulation on this CPU")
     commands.add_parser("dispatch", help="the instruction each recipe runs on, per architecture")
     commands.add_parser("kernels", help="speed of the Triton kernels on this GPU")
+    commands.add_parser("tune", help="how the quantizer runs fastest on this GPU: values for kernels.SHAPES")
     p = commands.add_parser("lower", help="one row of dispatch, in a process of its own")
     p.add_argument("what")
     commands.add_parser("scale", help="how cost grows with processes, tokens and experts")

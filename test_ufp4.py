@@ -438,10 +438,17 @@ def test_stochastic_rounding_is_unbiased_at_the_saturated_end():
     assert (y[:, :, 0] == 7).all()                      # what is on the grid stays
 
 
-def test_noise_is_centred_and_open():
-    high, low = torch.meshgrid(torch.arange(256), torch.arange(256), indexing="ij")
-    u = ufp4.centred_noise(torch.stack((high, low)).to(torch.uint8)).double()
-    assert u.mean() == 0.5 and u.min() == 2.0**-17 and u.max() == 1 - 2.0**-17 and u.unique().numel() == 65536
+@pytest.mark.parametrize("name", FORMATS)
+def test_over_all_noise_the_mean_is_the_number(name):
+    """Each of the 65536 values of the noise once: the mean is the number, rounded to 2^-16 of the step it is in."""
+    f, bits = FORMATS[name], torch.stack(torch.meshgrid(torch.arange(256), torch.arange(256), indexing="ij"))
+    noise = ufp4.sr_noise(bits.to(torch.uint8)).flatten()
+    assert noise.unique().numel() == 65536
+    a = torch.cat((torch.rand(40, generator=gen()) * f.max, torch.tensor(f.levels))).unsqueeze(1)
+    mean = ufp4.round_to_grid(a, f, noise).double().mean(1, keepdim=True)
+    levels = torch.tensor(f.levels, dtype=torch.float64)
+    step = torch.diff(levels)[torch.searchsorted(levels, a.double(), right=True).clamp(1, 7) - 1]
+    assert ((mean - a).abs() <= step * 2.0**-17).all() and torch.equal(mean[40:].float(), a[40:])
 
 
 def test_randomness_comes_from_the_generator_alone():
@@ -2186,6 +2193,12 @@ class TestKernels:
         assert got.get("instruction", got).startswith(instruction) and got["count"] == count, got
         assert got["spills"] in (0, None, 12) and got["shared"] <= (101376 if arch == "sm_120" else 232448)
 
+    @pytest.mark.parametrize("name, spilled", (("one orientation, nearest", 0.02), ("dY of a layer", 0.05)))
+    def test_what_the_quantizer_compiles_to(self, name, spilled):
+        """On sm_90 its loop fetches the next tile while it computes, and keeps (nearly) all it needs in registers."""
+        got = bench.lowering(name, "sm_90")
+        assert got["prefetched"] and got["spills"] <= spilled * got["instructions"], got
+
     def test_errors_are_one_clear_sentence(self, monkeypatch):
         f = ufp4.get_format("e1m2")
         with pytest.raises(TypeError, match="bfloat16, float16 and float32, not torch.float64"):
@@ -2575,6 +2588,10 @@ def test_every_row_of_the_speed_table_runs(monkeypatch, tmp_path):
     both = 64 * 64 * (2 + 2 * (0.5 + 4 / 16))           # bf16 in, two operands of codes and FP32 scales out
     assert rows[3][2] == both / (2 * 64 * 64 * 2)
     assert rows[0][2] == 2 * 64 * 64 * 2 / 1e6 and rows[1][2] == pytest.approx(2 * 64**3 / 1e9)
+    monkeypatch.setattr(bench, "TRIED", {False: ((32, 32, 1, 1, 64),), True: ((32, 64, 2, 1, 64), (64, 32, 3, 9, 128))})
+    used = dict(kernels.SHAPES)
+    assert [shape for _, shape, _ in bench.shape_speeds(64, once, DEVICE)] == [
+        shape for cols, *_ in bench.QUANTIZED.values() for shape in bench.TRIED[cols]] and kernels.SHAPES == used
     monkeypatch.setattr(bench, "RESULTS", tmp_path)     # then README's table has them; before, its rows are open
     assert bench.kernel_table().count("not measured: `python bench.py kernels`") == len(bench.SPEEDS)
     bench.save("kernels-some-GPU", {"rows": [{"row": n, "ms": ms, "value": v, "unit": u} for n, ms, v, u in rows]})
