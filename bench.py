@@ -10,7 +10,7 @@
     python bench.py kernels         speed of the Triton kernels on this GPU, against copying and cuBLAS (needs one)
     python bench.py tune            which tiles and programs quantize fastest on this GPU (needs one)
     python bench.py scale           step time and memory over processes, tokens a step, experts (10 min, on a CPU)
-    python bench.py readme          write the tables of README.md anew from data/results
+    python bench.py readme          write the tables of README.md and data/results/README.md anew
 
 Each but the last writes data/results/NAME.json: settings, seeds, versions, machine and every number (kernels and tune
 write NAME-GPU.json); those that measure numerics or losses draw NAME.png. loss, ablate and scaling save each run as it
@@ -1340,6 +1340,15 @@ def dispatch_table():
     return markdown([f"path: instruction, count (Triton {results['triton']})", *(f"`{r}`" for r in shown)], rows)
 
 
+def quantize_table():
+    results, cells = load_results("dispatch"), {}
+    for r in results["quantize"]:
+        cells.setdefault(r["row"], []).extend(("{per_element:.1f}".format(**r), str(r["spills"])))
+    archs = list(dict.fromkeys(r["arch"] for r in results["quantize"]))
+    return markdown([f"Triton {results['triton']}", *(f"{a}: {what}" for a in archs for what in ("an element", "spills"))],
+                    [[row, *numbers] for row, numbers in cells.items()])
+
+
 def kernel_table():
     """One column a GPU that was measured."""
     measured = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("kernels-*.json"))]
@@ -1376,20 +1385,21 @@ TABLES = {"slopes": slope_table, "scales": scale_table, "sqnr": sqnr_table, "cpu
           "cause-deep": lambda: cause_table("nano-deep"), "depth": lambda: depth_table("nano-deep"),
           "noise": noise_table, "ablate": ablate_table,
           "scaling": scaling_table, "fits": lambda: fits_table(load_results("scaling")["runs"]),
-          "dispatch": dispatch_table, "kernels": kernel_table, "scale": growth_table, "routing": routing_table}
+          "dispatch": dispatch_table, "quantize": quantize_table, "kernels": kernel_table, "scale": growth_table, "routing": routing_table}
+
+
+PAGES = (HERE / "README.md", RESULTS / "README.md")
 
 
 def fill_tables(text):
-    """README's text with each block between <!-- NAME --> and <!-- /NAME --> made anew."""
-    for name, table in TABLES.items():
-        head, rest = text.split(f"<!-- {name} -->")
-        text = f"{head}<!-- {name} -->\n{table()}\n<!-- /{name} -->" + rest.split(f"<!-- /{name} -->")[1]
-    return text
+    """A page's text with each block between <!-- NAME --> and <!-- /NAME --> made anew."""
+    return re.sub(r"<!-- (\S+) -->\n.*?<!-- /\1 -->",
+                  lambda block: f"<!-- {block[1]} -->\n{TABLES[block[1]]()}\n<!-- /{block[1]} -->", text, flags=re.S)
 
 
 def bench_readme(args):
-    path = HERE / "README.md"
-    path.write_text(fill_tables(path.read_text()))
+    for page in PAGES:
+        page.write_text(fill_tables(page.read_text()))
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -1409,7 +1419,7 @@ if __name__ == "__main__":
     p = commands.add_parser("lower", help="one row of dispatch, in a process of its own")
     p.add_argument("what")
     commands.add_parser("scale", help="how cost grows with processes, tokens and experts")
-    commands.add_parser("readme", help="write README.md's tables anew")
+    commands.add_parser("readme", help="write the tables of both README.md anew")
     for name, models in (("loss", ["nano"]), ("ablate", ["nano"]),
                          ("scaling", [*SIZES["dense"], *SIZES["moe"], *VARIED])):
         p = commands.add_parser(name, help="train and compare; arguments after -- go to train.py")

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -1873,8 +1874,21 @@ def test_each_estimator_end_to_end(text, tmp_path, monkeypatch):
 
 
 def test_readme_tables_are_the_files_in_data_results():
-    text = (HERE / "README.md").read_text()
-    assert bench.fill_tables(text) == text              # if not: python bench.py readme
+    texts = [page.read_text() for page in bench.PAGES]
+    assert [bench.fill_tables(text) for text in texts] == texts         # if not: python bench.py readme
+    assert sorted(re.findall(r"<!-- (\w\S*) -->", "".join(texts))) == sorted(bench.TABLES)
+
+
+def test_links_between_the_pages_lead_somewhere():
+    def anchors(page):                                  # as GitHub makes them from headings
+        return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+                for title in re.findall(r"^#+ (.*)", page.read_text(), re.M)}
+
+    for page in bench.PAGES:
+        for target in re.findall(r"\]\((?!https?:)([^)]*)\)", page.read_text()):
+            path, _, anchor = target.partition("#")
+            to = (page.parent / path).resolve() if path else page
+            assert to.exists() and (not anchor or anchor in anchors(to)), target
 
 
 def test_tables_have_no_row_for_what_was_not_run(monkeypatch):
