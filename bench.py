@@ -860,30 +860,30 @@ def compile_matmul(path, arch, fmt, scale, block):
 
 
 def disassemble(binary):
-    """A compiled kernel's instructions: (address, opcode, address that it branches to or None); None if Triton's
-    disassembler fails."""
+    """A compiled kernel's instructions: (address, opcode, address that it branches to or None). None if Triton's
+    disassembler can't read it, or isn't there."""
     import triton
     tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()
-        sass = subprocess.run((tool, "-sass", file.name), capture_output=True, text=True)
-    if sass.returncode:
-        return None
+        try:
+            sass = subprocess.run((tool, "-sass", file.name), capture_output=True, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError):
+            return None
     lines = re.findall(r"^\s+/\*([0-9a-f]+)\*/\s+(?:@!?U?P\w+\s+)?([\w.]+)(.*?);", sass.stdout, re.M)
     to = [re.search(r"0x([0-9a-f]+)\s*$", rest) if op.startswith("BRA") else None for _, op, rest in lines]
     return [(int(at, 16), op, int(t[1], 16) if t else None) for (at, op, _), t in zip(lines, to)]
 
 
-# The operands of a layer as kernels.quantize is asked for them, and the calls that `kernels` times: with columns, with
-# noise, decoded rows and columns.
-QUANTIZED = {
-    "one orientation, nearest": (False, False, False, False),
-    "both orientations, nearest": (True, False, False, False),
-    "both orientations, stochastic": (True, True, False, False),
-    "X of a layer": (True, False, True, False),
-    "W of a layer": (True, False, True, True),
-    "dY of a layer": (True, True, True, True),
+QUANTIZED = {                               # calls that `kernels` times, and a layer's: rows, cols, noise, decoded
+    "one orientation, nearest": (True, False, False, (False, False)),
+    "both orientations, nearest": (True, True, False, (False, False)),
+    "both orientations, stochastic": (True, True, True, (False, False)),
+    "X of a layer": (True, True, False, (True, False)),
+    "W of a layer, fprop": (True, False, False, (True, False)),
+    "W of a layer, dgrad": (False, True, False, (False, True)),
+    "dY of a layer": (True, True, True, (True, True)),
 }
 
 
@@ -893,10 +893,10 @@ def compile_quantize(name, arch):
     import kernels
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
-    cols, noise, *decoded = QUANTIZED[name]
-    r, (TR, TC, stages, _, registers) = ufp4.RECIPES["ufp4"], kernels.SHAPES[cols]
+    rows, cols, noise, decoded = QUANTIZED[name]
+    r, (TR, TC, stages, _, registers) = ufp4.RECIPES["ufp4"], kernels.SHAPES[rows, cols]
     mask, S = kernels.sign_mask(r.signs), kernels.Spec(*kernels.spec(r.format, r.scale, r.block))
-    constants = dict(amax_ptr=None, stride_c=1, S=S, ROWS=True, COLS=cols, ROW_SIGNS=mask, COL_SIGNS=mask, N=16,
+    constants = dict(amax_ptr=None, stride_c=1, S=S, ROWS=rows, COLS=cols, ROW_SIGNS=mask, COL_SIGNS=mask, N=16,
                      UNIT=16, GAIN=0.25, SR=noise, TWO_D=False, SWIZZLE=False, ROWS_DECODED=decoded[0],
                      COLS_DECODED=decoded[1], TR=TR, TC=TC, STAGES=stages, **({} if noise else {"seed_ptr": None}))
     names = kernels.quantize_kernel.arg_names
@@ -908,6 +908,8 @@ def compile_quantize(name, arch):
     binary = kernels.triton.compile(source, target=GPUTarget("cuda", int(arch[3:]), 32),
                                     options=dict(num_warps=4, maxnreg=registers))
     code = disassemble(binary)
+    if code is None:
+        return dict(error="Triton's disassembler can't read it")
     back = [(at - to, to, at) for at, _, to in code if to is not None and to < at]          # the loop is the longest
     _, first, last = max(back)
     return dict(per_element=sum(first <= at <= last for at, *_ in code) / (TR * TC / 128), registers=registers,
@@ -952,7 +954,7 @@ def bench_dispatch(args):
     print("\nquantize, ufp4, bfloat16: instructions for each element, spills")
     quantizers = [{"row": n, "arch": a, **lowering(n, a)} for n in QUANTIZED for a in ("sm_90", "sm_100")]
     for r in quantizers:
-        print("{row:30} {arch:7} {per_element:5.1f} {spills:3}".format(**r))
+        print(f"{r['row']:30} {r['arch']:7}", r.get("error") or "{per_element:5.1f} {spills:3}".format(**r))
     save("dispatch", {"triton": kernels.triton.__version__, "rows": rows, "quantize": quantizers})
 
 
@@ -1063,11 +1065,11 @@ def kernel_speeds(sizes, time, device, compiled):
 
 
 ONE_TILE = 10**6                            # programs for each processor: more than there are tiles, so one each
-TRIED = {False: ((32, 128, 2, 8, 64), (32, 128, 2, 7, 72), (32, 128, 3, 7, 72), (32, 128, 1, 8, 64),
-                 (32, 128, 1, ONE_TILE, 64), (64, 64, 2, 8, 64), (16, 256, 2, 8, 64), (64, 128, 2, 5, 96),
-                 (64, 128, 1, ONE_TILE, 96)),
-         True: ((64, 64, 2, 4, 128), (64, 64, 2, 3, 168), (64, 64, 3, 3, 168), (64, 64, 2, 5, 96), (64, 64, 1, 4, 128),
-                (64, 64, 1, ONE_TILE, 128), (64, 64, 1, ONE_TILE, 96), (32, 64, 2, 8, 64), (64, 128, 2, 2, 255))}
+ONE = ((32, 128, 2, 8, 64), (32, 128, 2, 6, 80), (32, 128, 3, 6, 80), (32, 128, 1, 8, 64), (32, 128, 1, ONE_TILE, 64),
+       (64, 64, 2, 8, 64), (64, 64, 1, ONE_TILE, 64), (64, 128, 2, 5, 96))
+TRIED = {(True, False): ONE, (False, True): ONE,
+         (True, True): ((64, 64, 2, 4, 128), (64, 64, 2, 3, 168), (64, 64, 3, 3, 168), (64, 64, 2, 5, 96),
+                        (64, 64, 1, 4, 128), (64, 64, 1, ONE_TILE, 128), (32, 64, 2, 8, 64), (64, 128, 2, 2, 255))}
 
 
 def shape_speeds(n, time, device):
@@ -1075,13 +1077,15 @@ def shape_speeds(n, time, device):
     import kernels
     recipe, x = ufp4.RECIPES["ufp4"], torch.randn(n, n, device=device, dtype=torch.bfloat16)
     seed, used = torch.zeros(1, dtype=torch.int64, device=device), dict(kernels.SHAPES)
-    for name, (cols, noise, *decoded) in QUANTIZED.items():
-        for kernels.SHAPES[cols] in TRIED[cols]:
-            ms = time(lambda: kernels.quantize(x, recipe.format, recipe.scale, recipe.block, True, cols, recipe.signs,
-                                               recipe.signs if cols else None, seed if noise else None,
-                                               decoded=decoded))
-            yield name, kernels.SHAPES[cols], ms
-    kernels.SHAPES.update(used)
+    try:
+        for name, (rows, cols, noise, decoded) in QUANTIZED.items():
+            for shape in TRIED[rows, cols]:
+                kernels.SHAPES[rows, cols] = shape
+                yield name, shape, time(lambda: kernels.quantize(
+                    x, recipe.format, recipe.scale, recipe.block, rows, cols, recipe.signs if rows else None,
+                    recipe.signs if cols else None, seed if noise else None, decoded=decoded))
+    finally:
+        kernels.SHAPES.update(used)
 
 
 def need_gpu():
@@ -1092,14 +1096,18 @@ def need_gpu():
 
 
 def bench_tune(args):
-    """Prints, for each kind of call, the shapes tried, the fastest first: what kernels.SHAPES should hold."""
+    """Times each kind of call in each shape; then prints, of those that share an entry of kernels.SHAPES, the sums."""
     need_gpu()
-    rows = []
+    import kernels
+    rows, sums = [], collections.Counter()
     for name, shape, ms in shape_speeds(TIMED["n"], gpu_time, "cuda"):
         rows.append({"row": name, "shape": shape, "ms": ms})
-        save("tune-" + re.sub(r"\W+", "-", torch.cuda.get_device_name()), {"rows": rows})
-    for r in sorted(rows, key=lambda r: (list(QUANTIZED).index(r["row"]), r["ms"][0])):
-        print("{0:.3f} ms ({1:.3f} to {2:.3f})  {row}: {shape}".format(*r["ms"], **r))
+        sums[QUANTIZED[name][:2], shape] += ms[0]
+        print("{0:.3f} ms ({1:.3f} to {2:.3f})  {row}: {shape}".format(*ms, **rows[-1]), flush=True)
+        save("tune-" + re.sub(r"\W+", "-", torch.cuda.get_device_name()),
+             {"triton": kernels.triton.__version__, "n": TIMED["n"], "rows": rows})
+    for (orientations, shape), ms in reversed(sums.most_common()):
+        print(f"{ms:.3f} ms in all with SHAPES[{orientations}] = {shape}")
 
 
 def bench_kernels(args):
@@ -1343,9 +1351,9 @@ def dispatch_table():
 def quantize_table():
     results, cells = load_results("dispatch"), {}
     for r in results["quantize"]:
-        cells.setdefault(r["row"], []).extend(("{per_element:.1f}".format(**r), str(r["spills"])))
-    archs = list(dict.fromkeys(r["arch"] for r in results["quantize"]))
-    return markdown([f"Triton {results['triton']}", *(f"{a}: {what}" for a in archs for what in ("an element", "spills"))],
+        cells.setdefault(r["row"], []).append(r.get("error") or "{per_element:.1f}, {spills}".format(**r))
+    return markdown([f"an element, spills (Triton {results['triton']})",
+                     *dict.fromkeys(r["arch"] for r in results["quantize"])],
                     [[row, *numbers] for row, numbers in cells.items()])
 
 
@@ -1385,7 +1393,8 @@ TABLES = {"slopes": slope_table, "scales": scale_table, "sqnr": sqnr_table, "cpu
           "cause-deep": lambda: cause_table("nano-deep"), "depth": lambda: depth_table("nano-deep"),
           "noise": noise_table, "ablate": ablate_table,
           "scaling": scaling_table, "fits": lambda: fits_table(load_results("scaling")["runs"]),
-          "dispatch": dispatch_table, "quantize": quantize_table, "kernels": kernel_table, "scale": growth_table, "routing": routing_table}
+          "dispatch": dispatch_table, "quantize": quantize_table, "kernels": kernel_table,
+          "scale": growth_table, "routing": routing_table}
 
 
 PAGES = (HERE / "README.md", RESULTS / "README.md")
@@ -1394,7 +1403,7 @@ PAGES = (HERE / "README.md", RESULTS / "README.md")
 def fill_tables(text):
     """A page's text with each block between <!-- NAME --> and <!-- /NAME --> made anew."""
     return re.sub(r"<!-- (\S+) -->\n.*?<!-- /\1 -->",
-                  lambda block: f"<!-- {block[1]} -->\n{TABLES[block[1]]()}\n<!-- /{block[1]} -->", text, flags=re.S)
+                  lambda m: f"<!-- {m[1]} -->\n{TABLES[m[1]]()}\n<!-- /{m[1]} -->", text, flags=re.S)
 
 
 def bench_readme(args):

@@ -444,7 +444,7 @@ def test_over_all_noise_the_mean_is_the_number(name):
     """Each of the 65536 values of the noise once: the mean is the number, rounded to 2^-16 of the step it is in."""
     f, bits = FORMATS[name], torch.stack(torch.meshgrid(torch.arange(256), torch.arange(256), indexing="ij"))
     noise = ufp4.sr_noise(bits.to(torch.uint8)).flatten()
-    assert noise.unique().numel() == 65536
+    assert noise.unique().numel() == 65536 and noise.min() == 0 and noise.max() == 1 - 2.0**-16
     a = torch.cat((torch.rand(40, generator=gen()) * f.max, torch.tensor(f.levels))).unsqueeze(1)
     mean = ufp4.round_to_grid(a, f, noise).double().mean(1, keepdim=True)
     levels = torch.tensor(f.levels, dtype=torch.float64)
@@ -2026,13 +2026,16 @@ class TestKernels:
         assert out.codes.isnan().all()
 
     @pytest.mark.parametrize("seed", range(24))
-    def test_fuzz(self, seed):
-        """Shapes with every remainder of the tiles, dtypes, strides, formats, scales and rotations."""
+    def test_fuzz(self, seed, monkeypatch):
+        """Shapes with every remainder of the tiles, dtypes, strides, formats, scales and rotations; the tiles of a
+        strip shared between two programs, or all of them one's."""
         r = random.Random(seed)
+        monkeypatch.setattr(kernels, "processors", lambda _: seed % 2)
+        monkeypatch.setattr(kernels, "SHAPES", {k: (*v[:3], 2, v[4]) for k, v in kernels.SHAPES.items()})
         fmt, (scale, block) = r.choice(EVERY_FORMAT), r.choice(SCALE_BLOCKS)
         signs = ufp4.random_signs(seed, r.choice((16, 32)) if seed % 3 else 16)
         unit = max(block, len(signs))
-        R, C = r.choice((1, 15, 16, 31, 33, 64, 65, 97)), unit * r.choice((1, 2, 3, 5))
+        R, C = r.choice((1, 15, 16, 31, 33, 64, 65, 97, 161)), unit * r.choice((1, 2, 3, 5))
         x = randn(2 * R, 2 * C, seed=seed).exp() * r.choice((1, 1e-30, 1e30))
         x = x.to(r.choice((torch.float32, torch.bfloat16, torch.float16))).clamp(-6e4, 6e4)
         x = r.choice((lambda: x[:R, :C], lambda: x[::2, ::2], lambda: x.view(2 * C, 2 * R)[:C, :R].T,
@@ -2602,10 +2605,11 @@ def test_every_row_of_the_speed_table_runs(monkeypatch, tmp_path):
     both = 64 * 64 * (2 + 2 * (0.5 + 4 / 16))           # bf16 in, two operands of codes and FP32 scales out
     assert rows[3][2] == both / (2 * 64 * 64 * 2)
     assert rows[0][2] == 2 * 64 * 64 * 2 / 1e6 and rows[1][2] == pytest.approx(2 * 64**3 / 1e9)
-    monkeypatch.setattr(bench, "TRIED", {False: ((32, 32, 1, 1, 64),), True: ((32, 64, 2, 1, 64), (64, 32, 3, 9, 128))})
+    monkeypatch.setattr(bench, "TRIED", {k: ((32, 32, 1, 1, 64), (32, 64, 3, 9, 128)) for k in kernels.SHAPES})
     used = dict(kernels.SHAPES)
-    assert [shape for _, shape, _ in bench.shape_speeds(64, once, DEVICE)] == [
-        shape for cols, *_ in bench.QUANTIZED.values() for shape in bench.TRIED[cols]] and kernels.SHAPES == used
+    assert [(name, shape) for name, shape, _ in bench.shape_speeds(64, once, DEVICE)] == [
+        (name, shape) for name, call in bench.QUANTIZED.items() for shape in bench.TRIED[call[:2]]]
+    assert kernels.SHAPES == used
     monkeypatch.setattr(bench, "RESULTS", tmp_path)     # then README's table has them; before, its rows are open
     assert bench.kernel_table().count("not measured: `python bench.py kernels`") == len(bench.SPEEDS)
     bench.save("kernels-some-GPU", {"rows": [{"row": n, "ms": ms, "value": v, "unit": u} for n, ms, v, u in rows]})
