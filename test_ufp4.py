@@ -1,5 +1,6 @@
 """Each test states one property and compares with an oracle of its own: enumerated codes, float64, brute force."""
 import argparse
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -48,9 +49,15 @@ MAGNITUDES = {"e2m1": [0, 0.5, 1, 1.5, 2, 3, 4, 6], "e1m2": [0, 0.25, 0.5, 0.75,
 
 
 @pytest.fixture(autouse=True)
-def seeded():
-    """What a test draws from torch's default generator does not depend on the tests before it."""
+def seeded_and_eager():
+    """What a test draws from torch's default generator does not depend on the tests before it. Quantizers, of which
+    each kind takes seconds to compile, run eagerly but in the tests of torch.compile: those have @compiling()."""
     torch.manual_seed(0)
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+compiling = functools.partial(torch.compiler.set_stance, "default")
 
 
 def gen(seed=0):
@@ -249,8 +256,9 @@ def test_a_block_takes_the_format_that_errs_less(first, second):
     x = torch.randn(20_000, 64, generator=gen())
     for size in (2.0**-80, 2.0**80):                    # squares out of float32's range
         assert same_bits(fake_quantize(x * size, both), fake_quantize(x, both) * size)
-    close = torch.randn(2**18, 16, generator=gen()).bfloat16()                  # compiled, where there is a compiler
-    assert same_bits(fake_quantize(close, both), quantize(close, both).dequantize())
+    close = torch.randn(2**18, 16, generator=gen()).bfloat16()
+    with compiling():
+        assert same_bits(fake_quantize(close, both), quantize(close, both).dequantize())
     alpha, se = bench.slope(fake_quantize(x, both, stochastic=True, generator=gen()), x)
     assert abs(alpha - 1) < 4 * se < 2e-3
     with pytest.raises(ValueError, match="needs fp32 scales.*got e4m3"):
@@ -288,27 +296,26 @@ def test_fake_quantize_equals_dequantize_bit_for_bit(name):
                     assert b.dtype == torch.float32 and same_bits(a.dequantize(), b)
 
 
-@pytest.mark.parametrize("dim", [-1, -2])
+@compiling()
 @pytest.mark.parametrize("scale,block", SCALE_BLOCKS)
-def test_compiled_equals_eager_bit_for_bit(dim, scale, block):
+@pytest.mark.parametrize("dim,name,stochastic", [(-1, "e2m1", True), (-2, "e1m2", True), (-2, "int4", False)])
+def test_compiled_equals_eager_bit_for_bit(dim, name, stochastic, scale, block):
     """What torch.compile makes of rotate_round, rotate_pack and decode gives the bits of the plain ones."""
-    if not ufp4.can_compile("cpu"):
+    if not ufp4.can_compile.__wrapped__("cpu"):
         pytest.skip("no C++ compiler here")
     x = torch.randn(160, 192, generator=gen()) * 10 ** torch.randn(160, 1, generator=gen(1))
     x[3, 40], x[50, 60] = (NAN, INF) if scale != "e4m3" else (0.0, -0.0)
     x[64:96] *= 1e-40
-    for name, signs, stochastic in (("e2m1-max3", random_signs(1), True), ("int4", None, False), ("e1m2", None, True)):
-        if name == "e1m2" and scale != "fp32":          # each compilation takes seconds
-            continue
-        bits = ufp4.random_bytes(x.shape, "cpu", gen()) if stochastic else None
-        args = (x, bits, signs, dim, get_format(name), scale, block, False, torch.float32)
-        plain = ufp4.rotate_round(*args)
-        assert x.numel() >= 2**14 and same_bits(ufp4.fused(ufp4.rotate_round, *args), plain)
-        if dim == -2 and not stochastic:                # packed and unpacked again, as a layer keeps its input
-            got, (codes, s, t) = ufp4.fused(ufp4.rotate_pack, *args[:-1]), ufp4.rotate_pack(*args[:-1])
-            meant = ~s.isnan().repeat_interleave(block // 2, 0)
-            assert ((got[0] == codes) | ~meant).all() and same_bits(got[1], s)
-            assert same_bits(ufp4.fused(ufp4.decode, codes, s, t, get_format(name), -2, torch.float32), plain)
+    bits = ufp4.random_bytes(x.shape, "cpu", gen()) if stochastic else None
+    signs = random_signs(1) if scale == "fp32" and stochastic else None         # butterflies take long to compile
+    args = (x, bits, signs, dim, get_format(name), scale, block, False, torch.float32)
+    plain = ufp4.rotate_round(*args)
+    assert x.numel() >= 2**14 and same_bits(ufp4.fused(ufp4.rotate_round, *args), plain)
+    if not stochastic:                                  # packed and unpacked again, as a layer keeps its input
+        got, (codes, s, t) = ufp4.fused(ufp4.rotate_pack, *args[:-1]), ufp4.rotate_pack(*args[:-1])
+        meant = ~s.isnan().repeat_interleave(block // 2, 0)
+        assert ((got[0] == codes) | ~meant).all() and same_bits(got[1], s)
+        assert same_bits(ufp4.fused(ufp4.decode, codes, s, t, get_format(name), -2, torch.float32), plain)
 
 
 def test_transposed_blocks_are_the_blocks_of_the_transpose():
@@ -810,15 +817,17 @@ def test_stand_ins_without_data_and_a_second_derivative():
         grad.sum().backward()
 
 
+@compiling()
 def test_a_layer_compiles_without_graph_breaks():
+    """With Hadamard matrices of 4: those of 16 take long to trace."""
     x = torch.randn(20, 64, generator=gen(), requires_grad=True)
     for name in ("ufp4", "nvfp4"):                      # the second in the same code, with other numbers
-        recipe = dataclasses.replace(RECIPES[name], sr=())                      # its noise is another stream there
-        layer = nn.Sequential(ufp4.Linear(64, 32, recipe=recipe), nn.SiLU(),
-                              ufp4.Linear(32, 48, bias=False, recipe=recipe))
+        recipe = dataclasses.replace(RECIPES[name], sr=(), rht_block=4)         # its noise is another stream there
+        layer = ufp4.Linear(64, 48, bias=name == "ufp4", recipe=recipe)
         y, z = layer(x), torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
         assert close(z, y, 64) and close(*(torch.autograd.grad(v.square().sum(), x)[0] for v in (z, y)), 64)
-    layer = ufp4.Linear(64, 32, recipe="e2m1")          # noise on dY, but ones are on the grid: dX is without any
+    # There is noise on dY, but it is ones, which are on the grid: dX is without any.
+    layer = ufp4.Linear(64, 32, recipe=dataclasses.replace(RECIPES["e2m1"], rht_block=4))
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for tokens in (20, 24, 25):                         # the second size makes their number a variable of the graph
         x = torch.randn(tokens, 64, generator=gen(), requires_grad=True)
@@ -883,10 +892,10 @@ def same_weights(a, b):
 
 @pytest.mark.parametrize("flags", [["--recipe", "ufp4"], ["--recipe", "bf16"], ["--recipe", "mxfp4"],
                                    ["--recipe", "nvfp4", "--keep-bf16", "1"],
-                                   ["--recipe", "ufp4", "--experts", "4", "--top-k", "2"],
-                                   ["--recipe", "ufp4", "--fmt", "e2m1", "--scale", "e4m3", "--sr", "none"]])
+                                   ["--recipe", "ufp4", "--experts", "4", "--top-k", "2"]])
 def test_a_run_learns_logs_and_repeats(settings, flags, capsys):
-    s = settings(*flags, "--steps", "60", "--lr", "1e-2", "--min-lr", "0.5")
+    s = settings(*flags, "--steps", "60", "--lr", "1e-2", "--min-lr", "0.5", "--eval-interval", "20",
+                 "--save-interval", "20")
     first = train.train(s)
     lines = log_of(s.out)
     assert lines[0]["settings"]["recipe"] == s.recipe and [r["step"] for r in lines[1:]] == list(range(1, 61))
@@ -1105,14 +1114,11 @@ train.train = late
 """
 
 
-@pytest.mark.parametrize("recipe,experts", [("ufp4", 0), ("ufp4", 4)])
-def test_killed_and_resumed_ends_with_the_same_weights(settings, text, tmp_path, recipe, experts):
+def test_killed_and_resumed_ends_with_the_same_weights(settings, text, tmp_path):
     """kill -9 between two saves, in the middle of a save, and in the first save: each resumed to the end."""
-    moe = ["--experts", str(experts), "--top-k", "2"] if experts else []
-    whole = settings("--recipe", recipe, *moe, "--out", str(tmp_path / "out/whole"))
+    out, moe = str(tmp_path / "out/killed"), ["--recipe", "ufp4", "--experts", "4", "--top-k", "2"]
+    whole, flags = settings(*moe, "--out", str(tmp_path / "out/whole")), [*moe, "--out", out]
     train.train(whole)
-    out = str(tmp_path / "out/killed")
-    flags = ["--recipe", recipe, *moe, "--out", out]
     for preamble, resume, left in ((KILL_IN_SAVE.format(saves=1), [], 0), (KILL_IN_SAVE.format(saves=2), [], 1),
                                    (KILL_IN_STEP, ["--resume"], 1), ("", ["--resume"], 2)):
         process = run_train(flags + resume, text, tmp_path, preamble)
@@ -1311,8 +1317,7 @@ def run_ranks(n, flags, text, tmp_path, preamble=""):
     return done.returncode, done.stdout, done.stderr, time.monotonic() - start
 
 
-@pytest.mark.parametrize("flags", [["--recipe", "bf16"],
-                                   ["--recipe", "ufp4", "--sr", "none", "--experts", "3", "--top-k", "2"],
+@pytest.mark.parametrize("flags", [["--recipe", "ufp4", "--sr", "none", "--experts", "3", "--top-k", "2"],
                                    ["--recipe", "ufp4-e4m3", "--sr", "none", "--remat"]])
 def test_two_processes_are_one_process_with_two_parts(settings, text, tmp_path, flags):
     """Bit for bit over 20 steps, 3 experts on 2 ranks included: the halves of a batch are multiplied and summed alike,
@@ -2133,9 +2138,9 @@ class TestKernels:
         if scale != "fp32":
             torch.testing.assert_close(got.float(), expected, rtol=0, atol=0, equal_nan=True)
 
-    @pytest.mark.parametrize("seed", (None, 3))
-    @pytest.mark.parametrize("fmt, scale, block, rht_block", (
-        ("e1m2", "fp32", 16, 16), ("int4", "e8m0", 32, 16), ("e2m1", "e4m3", 16, 32), ("e2m1", "fp32", 32, 32)))
+    @pytest.mark.parametrize("fmt, scale, block, rht_block, seed", (
+        ("e1m2", "fp32", 16, 16, None), ("e1m2", "fp32", 16, 16, 3), ("int4", "e8m0", 32, 16, 3),
+        ("e2m1", "e4m3", 16, 32, None), ("e2m1", "fp32", 32, 32, 3)))
     def test_decoded_at_once_is_what_decoding_gives(self, fmt, scale, block, rht_block, seed):
         """Bit for bit but for the sign of zero, which INT4 has not; ragged tiles, NaN blocks, every element written."""
         x = randn(70, 96) * torch.exp2(randn(70, 1, seed=1) * 6)
@@ -2193,27 +2198,41 @@ class TestKernels:
                        {"block": 8}, {"rht_block": 8}):
             assert kernels.route(dataclasses.replace(RECIPES["ufp4"], **fields), "sm_90")[0] == "reference", fields
 
+    @pytest.fixture(scope="class", autouse=True)
+    def lowered(self, request):
+        """What is compiled for other GPUs: begun with the first of these tests, in processes beside them."""
+        calls = [test.callspec.params["call"] for test in request.session.items if "compile_to" in test.name]
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            yield {call: pool.submit(bench.lowering, *call) for call in calls}
+
     # The count is of one program's code. On sm_10x an instruction is 128 x 256 x 256 bits of K, and the first step of
     # the loop is peeled off it; mma.sync has 16 x 8 x 256 bits a warp; wgmma 64 x 128 x 16 numbers a warp group.
-    @pytest.mark.parametrize("recipe, arch, path, instruction, count", (
-        ("nvfp4", "sm_100", "fp4", "tcgen05.mma.cta_group::1.kind::mxf4nvf4.block_scale", 2 * 256 // 64),
-        ("mxfp4", "sm_103", "fp4", "tcgen05.mma.cta_group::1.kind::mxf4.block_scale", 2 * 256 // 64),
-        ("ufp4-mx", "sm_100", "fp8", "tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale", 2 * 128 // 32),
-        ("ufp4-e4m3", "sm_120", "fp4x4", "mma.sync.aligned.m16n8k64.row.col.kind::mxf4nvf4.block_scale.scale_vec::4X",
+    @pytest.mark.parametrize("recipe, call, instruction, count", (
+        ("nvfp4", ("fp4", "sm_100", "e2m1", "e4m3", 16), "tcgen05.mma.cta_group::1.kind::mxf4nvf4.block_scale",
+         2 * 256 // 64),
+        ("mxfp4", ("fp4", "sm_103", "e2m1", "e8m0", 32), "tcgen05.mma.cta_group::1.kind::mxf4.block_scale",
+         2 * 256 // 64),
+        ("ufp4-mx", ("fp8", "sm_100", "e1m2", "e8m0", 32), "tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale",
+         2 * 128 // 32),
+        ("ufp4-e4m3", ("fp4x4", "sm_120", "e1m2", "e4m3", 16),
+         "mma.sync.aligned.m16n8k64.row.col.kind::mxf4nvf4.block_scale.scale_vec::4X",
          4 * 128 // 16 * 128 // 8 * 64 // 64 // 8),
-        ("ufp4", "sm_90", "decode", "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16", 64 // 16),
-        ("mxfp4", "gfx950", "fp4", "v_mfma_scale_f32_32x32x64_f8f6f4", 128 // 32 * 128 // 32 * 128 // 64 // 4)))
-    def test_what_recipes_compile_to(self, recipe, arch, path, instruction, count):
-        r = ufp4.RECIPES[recipe]
-        assert path == "decode" or kernels.route(r, arch)[0] == path
-        got = bench.lowering(path, arch, r.fmt, r.scale, r.block)
+        ("ufp4", ("decode", "sm_90", "e1m2", "fp32", 16), "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16",
+         64 // 16),
+        ("mxfp4", ("fp4", "gfx950", "e2m1", "e8m0", 32), "v_mfma_scale_f32_32x32x64_f8f6f4",
+         128 // 32 * 128 // 32 * 128 // 64 // 4)))
+    def test_what_recipes_compile_to(self, recipe, call, instruction, count, lowered):
+        r, (path, arch, *numbers) = ufp4.RECIPES[recipe], call
+        assert numbers == [r.fmt, r.scale, r.block] and (path == "decode" or kernels.route(r, arch)[0] == path)
+        got = lowered[call].result()
         assert got.get("instruction", got).startswith(instruction) and got["count"] == count, got
         assert got["spills"] in (0, None, 12) and got["shared"] <= (101376 if arch == "sm_120" else 232448)
 
-    @pytest.mark.parametrize("name, spilled", (("one orientation, nearest", 0.02), ("dY of a layer", 0.05)))
-    def test_what_the_quantizer_compiles_to(self, name, spilled):
-        """On sm_90 its loop fetches the next tile while it computes, and keeps (nearly) all it needs in registers."""
-        got = bench.lowering(name, "sm_90")
+    @pytest.mark.parametrize("call, spilled", ((("one orientation, nearest", "sm_90"), 0.02),
+                                               (("dY of a layer", "sm_90"), 0.05)))
+    def test_what_quantizers_compile_to(self, call, spilled, lowered):
+        """On sm_90 the loop fetches the next tile while it computes, and keeps (nearly) all it needs in registers."""
+        got = lowered[call].result()
         assert got["prefetched"] and got["spills"] <= spilled * got["instructions"], got
 
     def test_errors_are_one_clear_sentence(self, monkeypatch):
@@ -2243,6 +2262,7 @@ class TestKernels:
         with pytest.raises(ValueError, match="need a GPU tensor"):
             kernels.quantize(torch.zeros(16, 16), f)
 
+    @compiling()
     def test_compiles_without_graph_breaks(self):
         """Quantize, multiply and decode under torch.compile: one graph, the same numbers."""
         f = ufp4.get_format("e2m1")
@@ -2515,11 +2535,11 @@ def test_a_layer_on_blackwells_paths_equals_the_reference(name, path, monkeypatc
     ufp4.cached_path.cache_clear()
 
 
+@compiling()
 def test_a_layer_compiles_without_graph_breaks_on_the_kernels(monkeypatch):
     """Dense, with and without tokens to fill up, and grouped, both passes: one graph, the same numbers; manual_seed
     fixes the noise."""
     needs("triton")
-    name = "nvfp4"
     monkeypatch.setenv("UFP4_BACKEND", "triton")
     offs = torch.tensor([5, 5, 40], device=DEVICE)
     for tokens, w, offs in ((40, randn(32, 64), None), (48, randn(32, 64), None), (40, randn(3, 32, 64), offs)):
@@ -2536,10 +2556,10 @@ def test_a_layer_compiles_without_graph_breaks_on_the_kernels(monkeypatch):
         def graph(recipe):
             return torch.compile(layer(recipe), fullgraph=True, backend="aot_eager")
 
-        plain = dataclasses.replace(RECIPES[name], sr=())                       # noise may be another stream in a graph
+        plain = dataclasses.replace(RECIPES["nvfp4"], sr=())                    # noise may be another stream in a graph
         assert all(torch.equal(a, b) for a, b in zip(results(layer(plain)), results(graph(plain))))
-        noisy = graph(RECIPES[name])
-        assert all(torch.equal(a, b) for a, b in zip(results(noisy), results(noisy)))
+    noisy = graph(RECIPES["nvfp4"])
+    assert all(torch.equal(a, b) for a, b in zip(results(noisy), results(noisy)))
 
 
 def test_backends_are_chosen_and_said(monkeypatch):
