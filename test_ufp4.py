@@ -303,16 +303,17 @@ def test_compiled_equals_eager_bit_for_bit(dim, name, stochastic, scale, block):
     """What torch.compile makes of rotate_round, rotate_pack and decode gives the bits of the plain ones."""
     if not ufp4.can_compile.__wrapped__("cpu"):
         pytest.skip("no C++ compiler here")
-    x = torch.randn(160, 192, generator=gen()) * 10 ** torch.randn(160, 1, generator=gen(1))
+    x = torch.randn(192, 192, generator=gen()) * 10 ** torch.randn(192, 1, generator=gen(1))
     x[3, 40], x[50, 60] = (NAN, INF) if scale != "e4m3" else (0.0, -0.0)
     x[64:96] *= 1e-40
     bits = ufp4.random_bytes(x.shape, "cpu", gen()) if stochastic else None
-    signs = random_signs(1) if scale == "fp32" and stochastic else None         # butterflies take long to compile
+    signs = random_signs(1) if scale == "fp32" and stochastic else None         # what scales have no part in, once
     args = (x, bits, signs, dim, get_format(name), scale, block, False, torch.float32)
     plain = ufp4.rotate_round(*args)
-    assert x.numel() >= 2**14 and same_bits(ufp4.fused(ufp4.rotate_round, *args), plain)
-    if not stochastic:                                  # packed and unpacked again, as a layer keeps its input
+    assert same_bits(ufp4.fused(ufp4.rotate_round, *args), plain)
+    if scale == "fp32" and not stochastic:              # packed and unpacked again, as a layer keeps its input
         got, (codes, s, t) = ufp4.fused(ufp4.rotate_pack, *args[:-1]), ufp4.rotate_pack(*args[:-1])
+        assert codes.numel() >= 2**14                   # fewer are not compiled
         meant = ~s.isnan().repeat_interleave(block // 2, 0)
         assert ((got[0] == codes) | ~meant).all() and same_bits(got[1], s)
         assert same_bits(ufp4.fused(ufp4.decode, codes, s, t, get_format(name), -2, torch.float32), plain)
