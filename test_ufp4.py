@@ -2341,21 +2341,33 @@ def test_quantized_once_is_once_a_weight_and_changes_nothing(path, monkeypatch):
     monkeypatch.setenv("UFP4_BACKEND", path)
     calls = quantizations(monkeypatch)
     layers = [ufp4.Linear(32, 32, recipe=r).to(DEVICE) for r in ("ufp4", "nvfp4")]
-    x = torch.randn(3, 16, 32, generator=gen()).to(DEVICE)
+    x = torch.randn(2, 16, 32, generator=gen()).to(DEVICE)
 
-    def step():
+    def forward(part):
+        return layers[1](layers[0](part))
+
+    def step(run=forward):
         torch.manual_seed(0)
+        for layer in layers:
+            layer.zero_grad()
         for part in x:
-            layers[1](layers[0](part)).square().sum().backward()
-        return [layer.weight.grad.clone() for layer in layers]
+            run(part).square().sum().backward()
+        return [layer.weight.grad for layer in layers]
 
     plain = step()
-    for layer in layers:
-        layer.zero_grad()
     calls.clear()
     with ufp4.quantized_once():
         once = step()
         assert calls.count(("w", "fprop", "dgrad")) == 2 and len([c for c in calls if c[0] == "w"]) == 2
+        # to backward W comes as another tensor on the same memory, or as a copy
+        again = step(lambda part: torch.utils.checkpoint.checkpoint(forward, part, use_reentrant=False))
+        assert len([c for c in calls if c[0] == "w"]) == 2
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
+            copied = step()
+        assert calls.count(("w", None, "dgrad")) == 2 and len([c for c in calls if c[0] == "w"]) == 4
+        assert len(ufp4.WEIGHTS) == 2
+        for grads in (again, copied):
+            assert all(torch.equal(a, b) for a, b in zip(plain, grads))
         with torch.no_grad():                           # the old operands are out of date
             layers[0].weight += 1
         layers[0](x[0])
