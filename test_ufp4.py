@@ -361,6 +361,9 @@ def test_bad_arguments_are_named():
         quantize(torch.zeros(2, 40))
     with pytest.raises(ValueError, match="K = 40, block = 32"):
         fake_quantize(torch.zeros(2, 40), block=32)
+    for dtype in (torch.int64, torch.complex64):
+        with pytest.raises(ValueError, match=f"only floats are quantized, got {dtype}"):
+            quantize(torch.zeros(2, 32, dtype=dtype))
     with pytest.raises(ValueError, match="'fp8'.*fp32, e4m3, e8m0"):
         quantize(torch.zeros(2, 32), scale="fp8")
     with pytest.raises(ValueError, match="'e5m2'.*e2m1, e1m2, int4"):
@@ -396,7 +399,8 @@ def test_bad_arguments_are_named():
     with pytest.raises(ValueError, match="by its name"):
         quantize(torch.zeros(2, 32), FORMATS["e1m2"])
     for x, w in ((torch.zeros(4, 32), torch.zeros(16, 48)), (torch.zeros(4, 32), torch.zeros(2, 16, 32)),
-                 (torch.zeros(4, 32, dtype=torch.int64), torch.zeros(16, 32))):
+                 (torch.zeros(4, 32, dtype=torch.int64), torch.zeros(16, 32)),
+                 (torch.zeros(4, 32), torch.zeros(16, 32, dtype=torch.int8))):
         with pytest.raises(ValueError, match="linear needs floats"):
             ufp4.linear(x, w, "ufp4")
     with pytest.raises(ValueError, match="power of two"):
@@ -1967,6 +1971,15 @@ def ties(f, scale):
     return torch.cat([torch.full((len(v), 1), f.max), v], 1) * scale
 
 
+@pytest.fixture(scope="class")
+def lowered(request):
+    """What is compiled for other GPUs: begun with the first test of TestKernels, in processes beside them."""
+    calls = [test.callspec.params["call"] for test in request.session.items if "compile_to" in test.name]
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        yield {call: pool.submit(bench.lowering, *call) for call in calls}
+
+
+@pytest.mark.usefixtures("lowered")
 @pytest.mark.skipif(kernels is None or kernels.INTERPRET and kernels.VERSION < (3, 9),
                     reason="no Triton, or an interpreter (before 3.9) that rounds tl.fma twice")
 class TestKernels:
@@ -2199,13 +2212,6 @@ class TestKernels:
                        {"block": 8}, {"rht_block": 8}):
             assert kernels.route(dataclasses.replace(RECIPES["ufp4"], **fields), "sm_90")[0] == "reference", fields
 
-    @pytest.fixture(scope="class", autouse=True)
-    def lowered(self, request):
-        """What is compiled for other GPUs: begun with the first of these tests, in processes beside them."""
-        calls = [test.callspec.params["call"] for test in request.session.items if "compile_to" in test.name]
-        with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            yield {call: pool.submit(bench.lowering, *call) for call in calls}
-
     # The count is of one program's code. On sm_10x an instruction is 128 x 256 x 256 bits of K, and the first step of
     # the loop is peeled off it; mma.sync has 16 x 8 x 256 bits a warp; wgmma 64 x 128 x 16 numbers a warp group.
     @pytest.mark.parametrize("recipe, call, instruction, count", (
@@ -2259,6 +2265,8 @@ class TestKernels:
         for p, path in ((e1m2, "fp4"), (e2m1, "fp8"), (e2m1, "fp9")):
             with refuse(match=f"decode and cublas any; got '{path}' for {p.fmt.name}"):
                 kernels.matmul(p, p, path)
+        with refuse(match="only the path cublas multiplies groups, not 'decode'"):
+            kernels.matmul(e1m2, e1m2, "decode", offs=torch.tensor([40]).to(DEVICE), stacked=0)
         monkeypatch.setattr(kernels, "INTERPRET", False)
         with pytest.raises(ValueError, match="need a GPU tensor"):
             kernels.quantize(torch.zeros(16, 16), f)
