@@ -4,7 +4,7 @@
     python train.py --recipe bf16                   # the baseline; run first, later runs print their loss error to it
     python train.py --recipe e2m1 --model nano-moe --seed 1
     python train.py --recipe ufp4 --rht wgrad --sr none                 # an ablation
-    python train.py --recipe ufp4 --resume          # goes on after Ctrl-C or a crash, bit for bit
+    python train.py --recipe ufp4 --resume          # goes on after Ctrl-C or a crash
     torchrun --nproc-per-node 8 train.py --model dense-1.5b         # many GPUs, or on a CPU many processes
     python train.py --model moe-7.9b --dry-run --gpus 64            # what that would take
 
