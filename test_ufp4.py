@@ -37,6 +37,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import bench
 import train
 import ufp4
+from bench import read_log as log_of
 from data import prepare
 from ufp4 import FORMATS, RECIPES, fake_quantize, get_format, hadamard, quantize, random_signs, rht
 
@@ -319,14 +320,6 @@ def test_compiled_equals_eager_bit_for_bit(dim, name, stochastic, scale, block):
         assert same_bits(ufp4.fused(ufp4.decode, codes, s, t, get_format(name), -2, torch.float32), plain)
 
 
-def test_transposed_blocks_are_the_blocks_of_the_transpose():
-    x, signs = torch.randn(64, 48, generator=gen()), random_signs(5)
-    for name in FORMATS:
-        a = ufp4.rotate_round(x, None, signs, -2, get_format(name), "fp32", 16, False, torch.float32)
-        b = ufp4.rotate_round(x.T.contiguous(), None, signs, -1, get_format(name), "fp32", 16, False, torch.float32)
-        assert same_bits(a, b.T.contiguous())
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_corners(name):
     for scale, block in SCALE_BLOCKS:
@@ -356,57 +349,40 @@ def test_corners(name):
         assert fake_quantize(torch.zeros(3, 0, 32), name, scale, block).shape == (3, 0, 32)
 
 
-def test_bad_arguments_are_named():
-    with pytest.raises(ValueError, match="K = 40, block = 16"):
-        quantize(torch.zeros(2, 40))
-    with pytest.raises(ValueError, match="K = 40, block = 32"):
-        fake_quantize(torch.zeros(2, 40), block=32)
-    for dtype in (torch.int64, torch.complex64):
-        with pytest.raises(ValueError, match=f"only floats are quantized, got {dtype}"):
-            quantize(torch.zeros(2, 32, dtype=dtype))
-    with pytest.raises(ValueError, match="'fp8'.*fp32, e4m3, e8m0"):
-        quantize(torch.zeros(2, 32), scale="fp8")
-    with pytest.raises(ValueError, match="'e5m2'.*e2m1, e1m2, int4"):
-        quantize(torch.zeros(2, 32), "e5m2")
-    with pytest.raises(ValueError, match="even and positive, got 0"):
-        quantize(torch.zeros(2, 32), block=0)
-    with pytest.raises(ValueError, match="K = 0"):
-        quantize(torch.tensor(1.0))
-    with pytest.raises(ValueError, match="multiples of 16"):
-        quantize(torch.zeros(8, 32), two_d=True)
-    with pytest.raises(ValueError, match="'nope'.*ufp4"):
-        ufp4.get_recipe("nope")
-    with pytest.raises(ValueError, match="fprop, dgrad, wgrad"):
-        dataclasses.replace(RECIPES["ufp4"], rht=("forward",))
-    with pytest.raises(ValueError, match="x, w, dy"):
-        dataclasses.replace(RECIPES["ufp4"], sr=("grad",))
-    for swap in (("loss:e2m1",), ("w:e2m1", "w:int4"), ("e2m1",), (1,)):
-        with pytest.raises(ValueError, match="swap takes NAME:FORMAT, NAME one of fprop"):
-            dataclasses.replace(RECIPES["ufp4"], swap=swap)
-    assert hash(dataclasses.replace(RECIPES["ufp4"], swap=["w:e2m1"])) != hash(RECIPES["ufp4"])
-    for alpha in (0.0, -1.0, NAN, INF, "1"):
-        with pytest.raises(ValueError, match="alpha is a slope, a float above 0"):
-            dataclasses.replace(RECIPES["ufp4"], alpha=alpha)
-    for name in ("e2m1+int4", "int4+e2m1", "e2m1+e2m1-max4+e1m2"):
-        with pytest.raises(ValueError, match="two formats that have a sign bit"):
-            get_format(name)
-    with pytest.raises(ValueError, match="one scale a tile"):
-        quantize(torch.zeros(16, 16), "e2m1+e1m2", two_d=True)
-    with pytest.raises(ValueError, match="offs .E,.; got .* and .2,"):
-        ufp4.linear(torch.zeros(4, 32), torch.zeros(3, 16, 32), "ufp4", torch.tensor([2, 4]))
-    with pytest.raises(ValueError, match="rht takes a tuple .* got 'wgrad'"):
-        dataclasses.replace(RECIPES["ufp4"], rht="wgrad")
-    with pytest.raises(ValueError, match="by its name"):
-        quantize(torch.zeros(2, 32), FORMATS["e1m2"])
-    for x, w in ((torch.zeros(4, 32), torch.zeros(16, 48)), (torch.zeros(4, 32), torch.zeros(2, 16, 32)),
-                 (torch.zeros(4, 32, dtype=torch.int64), torch.zeros(16, 32)),
-                 (torch.zeros(4, 32), torch.zeros(16, 32, dtype=torch.int8))):
-        with pytest.raises(ValueError, match="linear needs floats"):
-            ufp4.linear(x, w, "ufp4")
-    with pytest.raises(ValueError, match="power of two"):
-        dataclasses.replace(RECIPES["ufp4"], rht_block=12)
-    with pytest.raises(ValueError, match="divide the other"):
-        dataclasses.replace(RECIPES["ufp4"], block=24)
+altered = functools.partial(dataclasses.replace, RECIPES["ufp4"])
+
+
+@pytest.mark.parametrize("message,call", [
+    ("K = 40, block = 16", lambda: quantize(torch.zeros(2, 40))),
+    ("K = 40, block = 32", lambda: fake_quantize(torch.zeros(2, 40), block=32)),
+    *((f"only floats are quantized, got {dtype}", functools.partial(quantize, torch.zeros(2, 32, dtype=dtype)))
+      for dtype in (torch.int64, torch.complex64)),
+    ("'fp8'.*fp32, e4m3, e8m0", lambda: quantize(torch.zeros(2, 32), scale="fp8")),
+    ("'e5m2'.*e2m1, e1m2, int4", lambda: quantize(torch.zeros(2, 32), "e5m2")),
+    ("even and positive, got 0", lambda: quantize(torch.zeros(2, 32), block=0)),
+    ("K = 0", lambda: quantize(torch.tensor(1.0))),
+    ("multiples of 16", lambda: quantize(torch.zeros(8, 32), two_d=True)),
+    ("one scale a tile", lambda: quantize(torch.zeros(16, 16), "e2m1+e1m2", two_d=True)),
+    ("by its name", lambda: quantize(torch.zeros(2, 32), FORMATS["e1m2"])),
+    *(("two formats that have a sign bit", functools.partial(get_format, name))
+      for name in ("e2m1+int4", "int4+e2m1", "e2m1+e2m1-max4+e1m2")),
+    ("'nope'.*ufp4", lambda: ufp4.get_recipe("nope")),
+    ("fprop, dgrad, wgrad", lambda: altered(rht=("forward",))), ("x, w, dy", lambda: altered(sr=("grad",))),
+    ("rht takes a tuple .* got 'wgrad'", lambda: altered(rht="wgrad")),
+    ("power of two", lambda: altered(rht_block=12)), ("divide the other", lambda: altered(block=24)),
+    *(("swap takes NAME:FORMAT, NAME one of fprop", functools.partial(altered, swap=swap))
+      for swap in (("loss:e2m1",), ("w:e2m1", "w:int4"), ("e2m1",), (1,))),
+    *(("alpha is a slope, a float above 0", functools.partial(altered, alpha=alpha))
+      for alpha in (0.0, -1.0, NAN, INF, "1")),
+    ("offs .E,.; got .* and .2,",
+     lambda: ufp4.linear(torch.zeros(4, 32), torch.zeros(3, 16, 32), "ufp4", torch.tensor([2, 4]))),
+    *(("linear needs floats", functools.partial(ufp4.linear, x, w, "ufp4")) for x, w in (
+        (torch.zeros(4, 32), torch.zeros(16, 48)), (torch.zeros(4, 32), torch.zeros(2, 16, 32)),
+        (torch.zeros(4, 32, dtype=torch.int64), torch.zeros(16, 32)),
+        (torch.zeros(4, 32), torch.zeros(16, 32, dtype=torch.int8))))])
+def test_bad_arguments_are_named(message, call):
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -441,27 +417,17 @@ def test_stochastic_slope_is_one_unless_the_scale_clips(name, scale, block, unbi
     assert (abs(alpha - 1) < 4 * se) == unbiased and (unbiased or alpha < 0.998)
 
 
-def test_stochastic_rounding_is_unbiased_at_the_saturated_end():
-    """Values within the last step below the maximum, where a bias would come from clamping after rounding."""
-    x = torch.empty(4096, 16).uniform_(6.0, 7.0, generator=gen())
-    x[:, 0] = 7.0
-    y = torch.stack([fake_quantize(x, "int4", stochastic=True, generator=gen(i)) for i in range(64)])
-    error = (y - x)[:, :, 1:]
-    assert abs(error.mean()) < 4 * error.std() / error.numel() ** 0.5 < 2e-3
-    assert (y[:, :, 0] == 7).all()                      # what is on the grid stays
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_over_all_noise_the_mean_is_the_number(name):
     """Each of the 65536 values of the noise once: the mean is the number, rounded to 2^-16 of the step it is in."""
     f, bits = FORMATS[name], torch.stack(torch.meshgrid(torch.arange(256), torch.arange(256), indexing="ij"))
     noise = ufp4.sr_noise(bits.to(torch.uint8)).flatten()
     assert noise.unique().numel() == 65536 and noise.min() == 0 and noise.max() == 1 - 2.0**-16
-    a = torch.cat((torch.rand(40, generator=gen()) * f.max, torch.tensor(f.levels))).unsqueeze(1)
+    a = torch.cat((torch.linspace(0, f.max, 100), torch.tensor(f.levels))).unsqueeze(1)
     mean = ufp4.round_to_grid(a, f, noise).double().mean(1, keepdim=True)
     levels = torch.tensor(f.levels, dtype=torch.float64)
     step = torch.diff(levels)[torch.searchsorted(levels, a.double(), right=True).clamp(1, 7) - 1]
-    assert ((mean - a).abs() <= step * 2.0**-17).all() and torch.equal(mean[40:].float(), a[40:])
+    assert ((mean - a).abs() <= step * 2.0**-17).all() and torch.equal(mean[100:].float(), a[100:])
 
 
 def test_randomness_comes_from_the_generator_alone():
@@ -492,15 +458,6 @@ def test_hadamard_is_orthonormal_and_rht_multiplies_by_it(n):
     assert same_bits(rht(x, torch.tensor(signs), n), rht(x, signs, n))
     assert same_bits(rht(x.T.contiguous(), signs, n, dim=-2), rht(x, signs, n).T.contiguous())
     assert same_bits(rht(x.T.contiguous(), signs, n, dim=0), rht(x, signs, n).T.contiguous())
-
-
-def test_rht_of_both_operands_leaves_the_product():
-    x, w = torch.randn(24, 64, generator=gen()), torch.randn(40, 64, generator=gen(1))
-    signs = random_signs(5)
-    got = rht(x, signs).double() @ rht(w, signs).double().T
-    assert torch.allclose(got, x.double() @ w.double().T, atol=2e-5, rtol=0)
-    other = rht(x, signs).double() @ rht(w, random_signs(6)).double().T
-    assert not torch.allclose(other, x.double() @ w.double().T, atol=1.0, rtol=0)
 
 
 def test_signs_are_a_function_of_the_seed():
@@ -579,6 +536,7 @@ def test_autograd_function_is_the_three_quantized_gemms(name, monkeypatch):
 def test_each_field_of_a_recipe_reaches_its_gemm_and_no_other():
     """Turning RHT or SR on for one GEMM or operand changes exactly the results which that reaches."""
     base = dataclasses.replace(RECIPES["ufp4"], rht=(), sr=())
+    assert hash(dataclasses.replace(base, swap=["w:e2m1"])) != hash(base)
 
     def results(**fields):
         torch.manual_seed(0)
@@ -697,18 +655,6 @@ def test_tokens_move_to_whole_blocks():
         x, w = torch.randn(sum(sizes), 32), torch.randn(len(sizes), 16, 32)
         for recipe in ("bf16", "ufp4"):
             assert torch.equal(ufp4.linear(x, w, recipe, offs), ufp4.linear(x, w, recipe, offs.int()))
-
-
-def test_zero_tokens_appended_change_nothing():
-    w = torch.randn(32, 64, generator=gen(1))
-    x, dy = torch.randn(37, 64, generator=gen()), torch.randn(37, 32, generator=gen(2))
-
-    def dw(x, dy):
-        v = w.clone().requires_grad_()
-        ufp4.linear(x, v, dataclasses.replace(RECIPES["ufp4"], sr=())).backward(dy)
-        return v.grad
-
-    assert torch.equal(dw(x, dy), dw(F.pad(x, (0, 0, 0, 11)), F.pad(dy, (0, 0, 0, 11))))
 
 
 def test_autocast_and_dtypes(monkeypatch):
@@ -880,10 +826,6 @@ def settings(text, tmp_path, monkeypatch):
     return lambda *flags: train.parse_args([*TINY, "--data", str(text), "--out", str(tmp_path / "out/run"), *flags])
 
 
-def log_of(out):
-    return [json.loads(line) for line in (Path(out) / "log.jsonl").read_text().splitlines()]
-
-
 def weights(out, which=-1):
     """The model of one of a run's checkpoints, {name: whole tensor}, whatever number of ranks wrote it."""
     path = train.checkpoints(Path(out))[which]
@@ -895,15 +837,15 @@ def same_weights(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
-@pytest.mark.parametrize("flags", [["--recipe", "ufp4"], ["--recipe", "bf16"], ["--recipe", "mxfp4"],
+@pytest.mark.parametrize("flags", [["--recipe", "ufp4"], ["--recipe", "bf16"],
                                    ["--recipe", "nvfp4", "--keep-bf16", "1"],
                                    ["--recipe", "ufp4", "--experts", "4", "--top-k", "2"]])
 def test_a_run_learns_logs_and_repeats(settings, flags, capsys):
-    s = settings(*flags, "--steps", "60", "--lr", "1e-2", "--min-lr", "0.5", "--eval-interval", "20",
-                 "--save-interval", "20")
+    s = settings(*flags, "--steps", "30", "--lr", "1e-2", "--min-lr", "0.5", "--eval-interval", "10",
+                 "--save-interval", "10")
     first = train.train(s)
     lines = log_of(s.out)
-    assert lines[0]["settings"]["recipe"] == s.recipe and [r["step"] for r in lines[1:]] == list(range(1, 61))
+    assert lines[0]["settings"]["recipe"] == s.recipe and [r["step"] for r in lines[1:]] == list(range(1, 31))
     assert {"step", "train_loss", "val_loss", "lr", "tokens_per_s"} <= lines[1].keys()
     assert lines[1]["train_loss"] == pytest.approx(math.log(256), abs=0.1)      # starts at the uniform distribution
     assert first == lines[-1]["val_loss"] < 3.0 and lines[-2]["val_loss"] is None
@@ -927,17 +869,6 @@ def test_overrides_reach_the_recipe_and_the_blocks(settings):
     assert [b.mlp.recipe.name for b in train.GPT(s, recipe, 256).blocks] == ["e2m1", "bf16"]
     with pytest.raises(ValueError, match="no effect on recipe bf16"):
         train.make_recipe(settings("--recipe", "bf16", "--sr", "none"))
-
-
-def test_presets_have_their_size():
-    for name, millions in (("nano", 0.87), ("nano-moe", 2.84), ("small", 25.97), ("small-moe", 151.53)):
-        s = train.parse_args(["--model", name, "--device", "cpu"])
-        with torch.device("meta"):
-            n = sum(p.numel() for p in train.GPT(s, RECIPES["ufp4"], 256).parameters())
-        c, h = s.dim, s.hidden
-        mlps = 3 * c * h * (s.experts + 1) + c * s.experts if s.experts else 3 * c * h
-        assert n == s.layers * (4 * c * c + mlps + 2 * c) + c + 2 * 256 * c     # attention, MLP, norms, embedding, head
-        assert n / 1e6 == pytest.approx(millions, abs=0.05)
 
 
 def test_learning_rate_warms_up_and_decays(settings):
@@ -1406,7 +1337,7 @@ def test_bad_input_on_ranks_is_one_sentence_of_rank_0(settings, text, tmp_path):
 def test_rematerialization_draws_the_same_noise(settings, tmp_path):
     """Noise in the forward pass (--sr all) and in the backward: the same losses and weights, bit for bit; also where
     quantized_once keeps weights for the second part."""
-    flags = ["--recipe", "ufp4", "--sr", "all", "--experts", "4", "--top-k", "2", "--grad-accum", "2"]
+    flags = ["--recipe", "ufp4", "--sr", "all", "--experts", "4", "--top-k", "2", "--grad-accum", "2", "--steps", "4"]
     plain, remat = (settings(*flags, *more, "--out", str(tmp_path / "out" / name))
                     for name, more in (("plain", []), ("remat", ["--remat"])))
     train.train(plain), train.train(remat)
@@ -1415,19 +1346,22 @@ def test_rematerialization_draws_the_same_noise(settings, tmp_path):
         [[r["train_loss"], r["max_load"]] for r in log_of(remat.out)[1:]]
 
 
-@pytest.mark.parametrize("model,total,active", [("dense-1.5b", 1.5e9, 1.5e9), ("moe-7.9b", 7.9e9, 1.3e9),
-                                                ("moe-124b", 124e9, 5.1e9)])
-def test_the_papers_sizes_within_a_percent(model, total, active, capsys):
-    """Against a sum by hand; and --dry-run's memory for it."""
-    s = train.parse_args(["--model", model, "--device", "cpu", "--dry-run", "--gpus", "64", "--recipe", "mxfp4"])
-    c, h, e, v = s.dim, s.hidden, s.experts, 50257
+@pytest.mark.parametrize("model,total,active", [
+    ("nano", 0.87e6, 0.87e6), ("nano-moe", 2.84e6, 0.93e6), ("small", 25.97e6, 25.97e6), ("small-moe", 151.5e6, 26.1e6),
+    ("dense-1.5b", 1.5e9, 1.5e9), ("moe-7.9b", 7.9e9, 1.3e9), ("moe-124b", 124e9, 5.1e9)])
+def test_presets_have_their_size_within_a_percent(model, total, active, capsys):
+    """The paper's too. Against a sum by hand; and --dry-run's memory for it."""
+    s = train.parse_args(["--model", model, "--device", "cpu", "--dry-run", "--gpus", "8", "--recipe", "mxfp4"])
+    c, h, e, v = s.dim, s.hidden, s.experts, 50257 if s.data == "fineweb" else 256
     layer = [4 * c * c + 2 * c + 3 * c * h * (k + 1 if e else 1) + c * e for k in (e, s.top_k)]
     n, a = (s.layers * x + c + 2 * v * c for x in layer)
     assert n == pytest.approx(total, rel=0.01) and a == pytest.approx(active, rel=0.01)
+    with torch.device("meta"):
+        assert train.counts(train.GPT(s, RECIPES["ufp4"], v), s)[:2] == (n, a)
     train.dry_run(s)
     printed = capsys.readouterr().out
     assert f"{n / 1e9:.3f}B parameters, {a / 1e9:.3f}B active" in printed
-    assert f"AdamW, float32{8 * n / 64 / 2**30:20.2f} GiB" in printed and "B200: at most" in printed
+    assert f"AdamW, float32{8 * n / 8 / 2**30:20.2f} GiB" in printed and "B200: at most" in printed
     assert "path cublas (sm_90)" in printed and "path fp4 (sm_100)" in printed
 
 
@@ -2187,15 +2121,6 @@ class TestKernels:
         if path == "cublas":                            # what a layer in bfloat16 asks for
             assert within(kernels.matmul(a, b, path).cpu(), *exact, rounded=scale == "fp32", results=1)
 
-    def test_e2m1_pairs_sum_to_e1m2(self):
-        """Every nibble, and every byte of two: high + low is the E1M2 value in units of half a spacing, signs kept."""
-        packed = torch.arange(256, dtype=torch.uint8)
-        five, six = packed >> 2 & packed & 0x11, packed >> 2 & packed >> 1 & 0x11       # as in kernels.e2m1_pair
-        e2m1, e1m2 = (torch.tensor(ufp4.FORMATS[n].values) for n in ("e2m1", "e1m2"))
-        for shift in (0, 4):
-            high, low, code = (v.int() >> shift & 15 for v in (packed - five - six, five | packed & 0x88, packed))
-            assert torch.equal(e2m1[high] + e2m1[low], 2 * e1m2[code])
-
     def test_routes_and_refusals(self):
         """The path of each recipe, and the combinations that a Triton version gets wrong."""
         path = lambda name, arch, version=(3, 9): kernels.route(ufp4.RECIPES[name], arch, version)[0]
@@ -2414,17 +2339,8 @@ def test_recomputed_activations_replay_the_noise(path, monkeypatch):
         return torch.autograd.grad(f(x).sum(), layer.weight)[0]
 
     again = functools.partial(torch.utils.checkpoint.checkpoint, layer, use_reentrant=False)
-    assert torch.equal(gradient(0, layer), gradient(0, layer)) and torch.equal(gradient(0, again), gradient(0, again))
+    assert all(torch.equal(gradient(0, layer), gradient(0, f)) for f in (layer, again))
     assert not torch.equal(gradient(0, layer), gradient(1, layer))
-    # Recomputing draws X's noise of the forward pass again: what the first pass kept, and this one, are the same.
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        torch.manual_seed(0)
-        layer(x)
-    inner, plain = [], ufp4.restore
-    monkeypatch.setattr(ufp4, "restore", lambda k, *args, **more: inner.append(k) or plain(k, *args, **more))
-    gradient(0, again)
-    assert any(torch.equal(inner[0][0], t) for t in kept if t.dtype == torch.uint8)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -2492,7 +2408,7 @@ def within(got, a, b, rounded=False, results=0):
     return bool(((got.double() - a @ b.T).abs() <= lost + ((1 + 2.0**-8) ** results - 1) * (terms + lost)).all())
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", ["ufp4", "nvfp4", "mxfp4"])                    # one of each kind of scales
 @pytest.mark.parametrize("grouped", [False, True])
 def test_kernels_multiply_the_operands_of_the_three_gemms(name, grouped, monkeypatch):
     """Each GEMM of a layer on the kernels' path is the float64 product of its decoded operands, group by group."""
