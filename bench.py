@@ -38,6 +38,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
+import train
 import ufp4
 
 HERE = Path(__file__).resolve().parent
@@ -98,15 +99,11 @@ SCALE_RULES = {"fp32": "FP32", "e4m3-nearest": "E4M3, nearest", "e4m3-up": "E4M3
                "e8m0-floor": "E8M0, OCP's floor", "e8m0-up": "E8M0, up"}
 
 
-def bins(levels):
-    """[(q, left half-width, right half-width)] of the interior levels."""
-    return [(q, (q - a) / 2, (b - q) / 2) for a, q, b in zip(levels, levels[1:], levels[2:])]
-
-
 def bin_bias(fmt):
     """Measured mean of rho(t) - t over t spread evenly over each interior bin, beside (l - r) / 2."""
     f, rows = ufp4.get_format(fmt), []
-    for q, left, right in bins(f.levels):
+    for a, q, b in zip(f.levels, f.levels[1:], f.levels[2:]):
+        left, right = (q - a) / 2, (b - q) / 2
         t = q - left + (left + right) * (torch.arange(100_000, dtype=torch.float64) + 0.5) / 100_000
         rounded = ufp4.round_to_grid(t.float(), f).double()
         rows.append({"level": q, "left": left, "right": right, "closed": (left - right) / 2,
@@ -283,7 +280,6 @@ def capture(model, tokens, targets):
 
 def load_model(flags, checkpoint):
     """(settings, data set, GPT with the checkpoint's weights) of train.py with these flags."""
-    import train
     s = train.parse_args(flags)
     dataset = train.prepare(s.data)
     model = train.GPT(s, train.make_recipe(s), dataset.vocab_size)
@@ -292,7 +288,6 @@ def load_model(flags, checkpoint):
 
 
 def bench_sqnr(args):
-    import train
     flags = ["--model", "nano", "--device", "cpu", "--steps", str(args.steps), "--seed", str(args.seed)]
     out = HERE / "out" / "bench" / f"sqnr-{args.steps}-s{args.seed}"
     if not (out / f"ckpt-{args.steps:07d}").exists():
@@ -336,7 +331,6 @@ def draw_sqnr(axes, tensors):
 
 
 def bench_cpu(args):
-    import train
     x = torch.randn(4096, 4096)
     results = {"threads": torch.get_num_threads(), "fake_quantize_ms": {}, "step": []}
     print("fake_quantize, 4096 x 4096 float32, ms: median (smallest to largest)")
@@ -392,7 +386,6 @@ def bf16_of(job):
 
 def weights(args, job):
     """The checkpoints of a run that others start from: its last, before that a BF16 run's where they branch."""
-    import train
     steps = train.parse_args([*MODELS[job["model"]], *args.train]).steps
     left = (2 * steps // 3, steps) if job["label"] == "bf16" else (steps,)
     return [folder(args, job) / f"ckpt-{n:07d}" for n in left]
@@ -405,7 +398,6 @@ def read_log(out):
 
 def train_run(job, args):
     """One run of train.py in a process of its own -> its results."""
-    import train
     out, branch = folder(args, job), weights(args, bf16_of(job))[0]
     command = [sys.executable, str(HERE / "train.py"), "--seed", str(job["seed"]), "--out", str(out), "--recipe",
                job["recipe"], *job["flags"], *MODELS[job["model"]], *args.train, "--sample", "0",
@@ -469,7 +461,6 @@ def forward_run(job, args):
     """A finished run's weights, evaluated with another forward pass -> its results. own weights, bf16 forward: how much
     of the gap is in the weights; bf16 weights, own forward: how much is noise of the forward pass, with the mean slope
     and noise of the layers' outputs and, of 8 sequences, of what passes through the model."""
-    import train
     own = job["estimator"] == "own forward"
     path = weights(args, bf16_of(job) if own else {**job, "estimator": "branched"})[-1]
     if not path.exists():
@@ -751,7 +742,6 @@ def bench_scaling(args):
 
 def compute(settings):
     """(parameters, FLOPs) of a run: 6 for each parameter that a token uses, and token (forward 2, backward 4)."""
-    import train
     s = argparse.Namespace(**{"remat": False, **settings})
     with torch.device("meta"):
         model = train.GPT(s, ufp4.RECIPES["bf16"], train.vocabulary(s.data.partition("-")[0]))
@@ -1001,7 +991,6 @@ def gpu_time(f, ahead=True, repeats=30):
 
 def training_step(flags, recipe, vocabulary, device, compiled):
     """One optimizer step of train.GPT on random tokens, in bfloat16 autocast."""
-    import train
     torch.compiler.reset()                              # or, after another model, this one's sizes would be variables
     torch.manual_seed(0)
     s = train.parse_args([*flags, "--device", device])
@@ -1150,7 +1139,6 @@ def scale_run(recipe, processes, flags, steps=10, kept=6):
 
 
 def bench_scale(args):
-    import train
     results, cells = {"threads": 1, "runs": [], "routing": []}, [(n, r) for n in SCALE_ROWS for r in ("bf16", "ufp4")]
     runs = {cell: [] for cell in cells}
     for cell in 3 * cells:                              # in turns, since what else the machine does changes with time
@@ -1282,7 +1270,6 @@ def cause_table(model):
 def depth_table(model):
     """Slopes of one product, of a chain of as many as a signal passes in the model (qkv, proj, fc1, fc2 a block), and
     of what does pass through the model."""
-    import train
     records = load_results("ablate")["runs"]
     rows, products = [], 4 * train.parse_args(MODELS[model]).layers
     for label in ("e2m1", "e2m1-full-rht", "e2m1-debiased", "ufp4-shrunk", "ufp4"):
