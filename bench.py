@@ -6,7 +6,7 @@
     python bench.py loss            BF16-relative loss error of recipes, paired seeds (hours; --quick for a first look)
     python bench.py ablate          the same for one change at a time: the paper's ablations, and more
     python bench.py scaling         the same against compute: five sizes, dense and mixture of experts; and variations
-    python bench.py dispatch        the tensor-core instruction of each recipe on each GPU, compiled without one
+    python bench.py dispatch        the tensor-core instruction of each recipe on each GPU, compiled without one (6 min)
     python bench.py kernels         speed of the Triton kernels on this GPU, against copying and cuBLAS (needs one)
     python bench.py tune            which tiles and programs quantize fastest on this GPU (needs one)
     python bench.py scale           step time and memory over processes, tokens a step, experts (10 min, on a CPU)
@@ -37,6 +37,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from tqdm import tqdm
 
 import train
 import ufp4
@@ -907,7 +908,6 @@ def compile_quantize(name, arch):
                 prefetched="cp.async" in binary.asm["ptx"])
 
 
-@functools.cache
 def lowering(*args):
     """compile_matmul or compile_quantize in a process of its own, since a compiler that fails an assertion takes its
     process along, and without the interpreter. {"error": its last line} if it fails."""
@@ -927,22 +927,30 @@ def bench_dispatch(args):
     """The table recipe x architecture. Where the path is cuBLAS, whose code is not ours, the row shows the product
     that decodes in the kernel."""
     import kernels
-    print(f"{'recipe':14} {'arch':7} {'path':7} {'MMAs':>5} {'shared':>7} {'spills':>6}  instruction  (why)")
-    rows = []
+    rows, calls = [], []
     for recipe in ufp4.RECIPES.values():
         for arch in kernels.ARCHITECTURES:
             path, why = kernels.route(recipe, arch)
-            row = {"recipe": recipe.name, "arch": arch, "path": path, "why": why}
-            line = f"{recipe.name:14} {arch:7} {path:7}"
-            if path not in ("bf16", "reference"):
-                r = lowering("decode" if path == "cublas" else path, arch, recipe.fmt, recipe.scale, recipe.block)
-                row.update(r)
-                spills = "?" if r.get("spills") is None else r["spills"]
-                line += r.get("error") or f" {r['count']:5} {r['shared']:7} {spills:>6}  {r['instruction']}"
-            rows.append(row)
-            print(f"{line}  ({why})", flush=True)
+            rows.append({"recipe": recipe.name, "arch": arch, "path": path, "why": why})
+            calls.append(None if path in ("bf16", "reference") else
+                         ("decode" if path == "cublas" else path, arch, recipe.fmt, recipe.scale, recipe.block))
+    quantizers = [{"row": n, "arch": a} for n in QUANTIZED for a in ("sm_90", "sm_100")]
+    calls += [tuple(r.values()) for r in quantizers]
+    distinct = list(dict.fromkeys(filter(None, calls)))
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        compiled = tqdm(pool.map(lambda call: lowering(*call), distinct), "compile", len(distinct))
+        found = {None: {}} | {call: result for result, call in zip(compiled, distinct)}
+    for row, call in zip(rows + quantizers, calls):
+        row.update(found[call])
+
+    print(f"{'recipe':14} {'arch':7} {'path':7} {'MMAs':>5} {'shared':>7} {'spills':>6}  instruction  (why)")
+    for r in rows:
+        line = "{recipe:14} {arch:7} {path:7}".format(**r)
+        if "count" in r:
+            spills = "?" if r["spills"] is None else r["spills"]
+            line += f" {r['count']:5} {r['shared']:7} {spills:>6}  {r['instruction']}"
+        print(f"{line} {r.get('error', '')} ({r['why']})")
     print("\nquantize, ufp4, bfloat16: instructions for each element, spills")
-    quantizers = [{"row": n, "arch": a, **lowering(n, a)} for n in QUANTIZED for a in ("sm_90", "sm_100")]
     for r in quantizers:
         print(f"{r['row']:30} {r['arch']:7}", r.get("error") or "{per_element:5.1f} {spills:3}".format(**r))
     save("dispatch", {"triton": kernels.triton.__version__, "rows": rows, "quantize": quantizers})
