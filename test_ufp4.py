@@ -2083,6 +2083,8 @@ class TestKernels:
         expected = ufp4.Quantized(p.codes.cpu(), p.scale.cpu(), 1.0, p.fmt).dequantize()
         got = kernels.decode_bf16(p).cpu()
         torch.testing.assert_close(got, expected.bfloat16(), rtol=0, atol=0, equal_nan=True)
+        part = dataclasses.replace(p, codes=p.codes[:, :32], scale=p.scale[:, :64 // block])        # not contiguous
+        torch.testing.assert_close(kernels.decode_bf16(part).cpu(), got[:, :64], rtol=0, atol=0, equal_nan=True)
         if scale != "fp32":
             torch.testing.assert_close(got.float(), expected, rtol=0, atol=0, equal_nan=True)
 
