@@ -20,7 +20,6 @@ import argparse
 import collections
 import concurrent.futures
 import contextlib
-import functools
 import json
 import math
 import os

@@ -37,7 +37,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import bench
 import train
 import ufp4
-from bench import read_log as log_of
+from bench import read_log
 from data import prepare
 from ufp4 import FORMATS, RECIPES, fake_quantize, get_format, hadamard, quantize, random_signs, rht
 
@@ -844,7 +844,7 @@ def test_a_run_learns_logs_and_repeats(settings, flags, capsys):
     s = settings(*flags, "--steps", "30", "--lr", "1e-2", "--min-lr", "0.5", "--eval-interval", "10",
                  "--save-interval", "10")
     first = train.train(s)
-    lines = log_of(s.out)
+    lines = read_log(s.out)
     assert lines[0]["settings"]["recipe"] == s.recipe and [r["step"] for r in lines[1:]] == list(range(1, 31))
     assert {"step", "train_loss", "val_loss", "lr", "tokens_per_s"} <= lines[1].keys()
     assert lines[1]["train_loss"] == pytest.approx(math.log(256), abs=0.1)      # starts at the uniform distribution
@@ -897,7 +897,8 @@ def test_what_the_optimizer_gets(settings, monkeypatch, tmp_path):
                      "--beta1", "0.8", "--beta2", "0.9", "--weight-decay", "0.3", "--seed", seed)
         train.train(s)
     lrs = [train.learning_rate(i, s) for i in range(12)]
-    assert [pair for pair, *_ in steps] == [[lr] * 2 for lr in lrs] * 2 and [r["lr"] for r in log_of(s.out)[1:]] == lrs
+    assert [pair for pair, *_ in steps] == [[lr] * 2 for lr in lrs] * 2
+    assert [r["lr"] for r in read_log(s.out)[1:]] == lrs
     assert all(norm <= 0.01 * (1 + 1e-5) for _, norm, _ in steps) and len({seed for *_, seed in steps}) == 24
     model = weights(s.out)
     loads, biases = ([v for k, v in model.items() if k.endswith(end)] for end in ("mlp.load", "mlp.bias"))
@@ -1062,7 +1063,7 @@ def test_killed_and_resumed_ends_with_the_same_weights(settings, text, tmp_path)
         assert process.returncode == (-signal.SIGKILL if preamble else 0), printed
         assert len(train.checkpoints(Path(out))) == left
     assert same_weights(weights(out), weights(whole.out))
-    timeless = [[{**r, "tokens_per_s": 0} for r in log_of(o)[1:]] for o in (out, whole.out)]
+    timeless = [[{**r, "tokens_per_s": 0} for r in read_log(o)[1:]] for o in (out, whole.out)]
     assert timeless[0] == timeless[1]
 
 
@@ -1114,7 +1115,7 @@ def test_branch_starts_another_recipe_from_a_bf16_checkpoint(settings, tmp_path)
     start = train.checkpoints(Path(s.out))[0]           # two steps before the end
     b = settings("--recipe", "e2m1", "--out", str(tmp_path / "out/branch"), "--branch", str(start))
     train.train(b)
-    assert [r["step"] for r in log_of(b.out)[1:]] == [11, 12] and not same_weights(weights(b.out), weights(s.out))
+    assert [r["step"] for r in read_log(b.out)[1:]] == [11, 12] and not same_weights(weights(b.out), weights(s.out))
     same = settings("--recipe", "bf16", "--out", str(tmp_path / "out/same"), "--branch", str(start))
     train.train(same)
     assert same_weights(weights(same.out), weights(s.out))
@@ -1139,7 +1140,7 @@ def test_loss_error_is_relative_to_the_bf16_run_beside(settings, tmp_path, capsy
     assert f"loss error {(loss - bf16) / bf16:+.2%}" in capsys.readouterr().out
     train.train(settings("--recipe", "e2m1", "--out", str(tmp_path / "out/e2"), "--seed", "2"))
     assert "no finished bf16 run" in capsys.readouterr().out
-    mine = log_of(tmp_path / "out/e")[0]["settings"]
+    mine = read_log(tmp_path / "out/e")[0]["settings"]
     assert train.bf16_loss(tmp_path / "out/e", {**mine, "lr": 1.0}) is None
     train.set_aside(tmp_path / "out/b")                 # as another bf16 run in its place would
     assert train.bf16_loss(tmp_path / "out/e", mine) == bf16
@@ -1183,7 +1184,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(settings, monkeypatch):
     monkeypatch.setattr(train.GPT, "forward", forward)
     with pytest.raises(train.Diverged, match="step 8: the loss is nan.*ckpt-0000006"):
         train.train(s)
-    assert [r["step"] for r in log_of(s.out)[1:]] == list(range(1, 8))
+    assert [r["step"] for r in read_log(s.out)[1:]] == list(range(1, 8))
     assert all(v.isfinite().all() for v in weights(s.out).values())
 
 
@@ -1264,7 +1265,7 @@ def test_two_processes_are_one_process_with_two_parts(settings, text, tmp_path, 
     one = settings(*ALL, *flags, "--grad-accum", "2", "--out", str(tmp_path / "out/one"))
     train.train(one)
     assert same_weights(weights(tmp_path / "out/two"), weights(one.out))
-    for a, b in zip(log_of(tmp_path / "out/two")[1:], log_of(one.out)[1:], strict=True):
+    for a, b in zip(read_log(tmp_path / "out/two")[1:], read_log(one.out)[1:], strict=True):
         assert a["train_loss"] == pytest.approx(b["train_loss"], rel=1e-6) and a.get("max_load") == b.get("max_load")
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-6)
 
@@ -1276,7 +1277,7 @@ def test_parts_of_a_batch_are_the_batch(settings, tmp_path):
         s = settings("--recipe", "bf16", "--batch-size", "4", "--steps", "20", "--grad-accum", parts,
                      "--out", str(tmp_path / "out" / parts))
         train.train(s)
-        runs.append(log_of(s.out)[1:])
+        runs.append(read_log(s.out)[1:])
     for a, b in zip(*runs, strict=True):
         assert a["train_loss"] == pytest.approx(b["train_loss"], rel=1e-5)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3)
@@ -1314,9 +1315,9 @@ def test_killed_ranks_stop_the_others_and_resume_on_any_number(settings, text, t
     train.train(settings(*flags, "--resume", "--out", str(tmp_path / "out/one")))
     assert run_ranks(3, [*flags, "--resume", "--out", str(tmp_path / "out/three")], text, tmp_path)[0] == 0
     for name in ("one", "three"):                       # other noise from step 3 on, and else the same run
-        assert log_of(tmp_path / "out" / name)[1:3] == log_of(out)[1:3]
-        loss = log_of(tmp_path / "out" / name)[3]["train_loss"]
-        assert loss == pytest.approx(log_of(out)[3]["train_loss"], rel=1e-2)
+        assert read_log(tmp_path / "out" / name)[1:3] == read_log(out)[1:3]
+        loss = read_log(tmp_path / "out" / name)[3]["train_loss"]
+        assert loss == pytest.approx(read_log(out)[3]["train_loss"], rel=1e-2)
 
 
 def test_bad_input_on_ranks_is_one_sentence_of_rank_0(settings, text, tmp_path):
@@ -1342,8 +1343,8 @@ def test_rematerialization_draws_the_same_noise(settings, tmp_path):
                     for name, more in (("plain", []), ("remat", ["--remat"])))
     train.train(plain), train.train(remat)
     assert same_weights(weights(plain.out), weights(remat.out))
-    assert [[r["train_loss"], r["max_load"]] for r in log_of(plain.out)[1:]] == \
-        [[r["train_loss"], r["max_load"]] for r in log_of(remat.out)[1:]]
+    assert [[r["train_loss"], r["max_load"]] for r in read_log(plain.out)[1:]] == \
+        [[r["train_loss"], r["max_load"]] for r in read_log(remat.out)[1:]]
 
 
 @pytest.mark.parametrize("model,total,active", [
@@ -1808,7 +1809,7 @@ def test_each_estimator_end_to_end(text, tmp_path, monkeypatch):
     assert len(set(losses.values())) == len(losses) == 5 and {r["bf16_val_loss"] for r in records} == {
         losses["bf16", "scratch"]}
     job = next(r for r in records if (r["label"], r["estimator"]) == ("e2m1", "branched"))
-    assert log_of(bench.folder(args, job))[1]["step"] == 5                          # the last third of 6 steps
+    assert read_log(bench.folder(args, job))[1]["step"] == 5                          # the last third of 6 steps
     own = next(r for r in records if r["estimator"] == "own forward")
     assert 0.9 < own["slope"] < 1 and 0 < own["noise"] < 0.1 and len(own["depth"]) == 2 + 1         # blocks, logits
     assert all(0.9 < slope < 1.1 and 0 < noise < 0.1 for slope, noise in own["depth"])
