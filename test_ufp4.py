@@ -2132,8 +2132,8 @@ class TestKernels:
         assert [path("nvfp4", a) for a in kernels.ARCHITECTURES] == ["cublas"] * 2 + ["fp4"] * 3 + ["cublas"]
         assert [path("mxfp4", a) for a in kernels.ARCHITECTURES] == ["cublas"] * 2 + ["fp4"] * 4
         assert [path("ufp4-mx", a) for a in kernels.ARCHITECTURES] == ["cublas"] * 2 + ["fp8"] * 4
-        assert [path("ufp4-e4m3", a) for a in kernels.ARCHITECTURES] == ["cublas"] * 3 + ["fp4x4"] * 2 + ["cublas"]
-        assert path("ufp4-e4m3", "sm_103", (3, 6)) == path("nvfp4", "sm_121", (3, 7)) == "cublas"
+        assert [path("ufp4-e4m3", a) for a in kernels.ARCHITECTURES] == ["cublas"] * 4 + ["fp4x4", "cublas"]
+        assert path("nvfp4", "sm_121", (3, 7)) == "cublas" and path("nvfp4", "sm_121", (3, 8)) == "fp4"
         for name in ("ufp4-e4m3", "ufp4-mx"):
             assert kernels.route(dataclasses.replace(RECIPES[name], fmt="int4"), "sm_103", (3, 9))[0] == "cublas"
         for fields in ({"alpha": 1.0}, {"swap": ("w:e2m1",)}, {"fmt": "e2m1+e1m2"}, {"scale": "e4m3-nearest"},
@@ -2528,12 +2528,12 @@ def test_backends_are_chosen_and_said(monkeypatch):
         assert len(said) == 1
     ufp4.cached_path.cache_clear()
     monkeypatch.setattr(kernels, "require", lambda *_: None)
-    monkeypatch.setattr(kernels, "architecture", lambda _: "sm_103")
+    monkeypatch.setattr(kernels, "architecture", lambda _: "sm_121")
     route = kernels.route                               # as an older Triton would take it
     monkeypatch.setattr(kernels, "route", lambda r, a, version=(3, 6): route(r, a, version))
-    with pytest.warns(UserWarning, match="slower path 'cublas'.*Triton before 3.9") as said:
-        assert [ufp4.choose_path(RECIPES["ufp4-e4m3"].key, gpu, torch.float32) for _ in range(2)] == ["cublas"] * 2
-    assert len(said) == 1 and ufp4.choose_path(RECIPES["nvfp4"].key, gpu, torch.float32) == "fp4"
+    with pytest.warns(UserWarning, match="slower path 'cublas'.*Triton before 3.8") as said:
+        assert [ufp4.choose_path(RECIPES["nvfp4"].key, gpu, torch.float32) for _ in range(2)] == ["cublas"] * 2
+    assert len(said) == 1 and ufp4.choose_path(RECIPES["ufp4"].key, gpu, torch.float32) == "cublas"
     ufp4.cached_path.cache_clear()
 
 

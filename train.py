@@ -652,11 +652,10 @@ def bf16_loss(out, settings):
 # What a run costs: counted, not measured
 
 # Dense peaks in TFLOP/s by path of kernels.route. From NVIDIA's data sheets: H200 (half the figures with sparsity), and
-# an eighth of HGX B200's and HGX B300's (FP4: 72 and 108 PFLOP/s dense). fp4x4 takes four FP4 products for one. A path
-# that isn't listed multiplies in BF16.
+# an eighth of HGX B200's and HGX B300's (FP4: 72 and 108 PFLOP/s dense). A path that isn't listed multiplies in BF16.
 PEAKS = {"H200": ("sm_90", {"bf16": 989}),
          "B200": ("sm_100", {"bf16": 2250, "fp8": 4500, "fp4": 9000}),
-         "B300": ("sm_103", {"bf16": 2250, "fp8": 4500, "fp4": 13500, "fp4x4": 13500 / 4})}
+         "B300": ("sm_103", {"bf16": 2250, "fp8": 4500, "fp4": 13500})}
 
 
 def counts(model, s):
