@@ -816,9 +816,10 @@ MMA = re.compile(r"tcgen05\.mma[^ ;]*|mma\.sync[^ ;]*|wgmma\.mma_async[^ ;]*|v_m
 
 
 def compile_matmul(path, arch, fmt, scale, block):
-    """Compile kernels.matmul_kernel for an architecture -> {instruction, count, shared, spills}: the tensor-core
-    instruction, how often one program's code has it, bytes of shared memory, instructions that spill registers (None
-    where Triton's own disassembler, 3.6's for sm_103, can't read the binary)."""
+    """Compile kernels.matmul_kernel for an architecture -> {instruction, count, shared, instructions, spills}: the
+    tensor-core instruction, how often one program's code has it, bytes of shared memory, all its instructions and those
+    that spill registers (None where Triton's own disassembler, 3.6's for sm_103, can't read the binary; of AMD's code
+    all are not counted)."""
     import triton
     import triton.language as tl
     import kernels
@@ -831,7 +832,8 @@ def compile_matmul(path, arch, fmt, scale, block):
     constants = dict(PATH=path, S=kernels.Spec(*kernels.spec(f, scale, block)), DTYPE=tl.bfloat16, BM=BM, BN=BN, BK=BK)
     signature = dict(c_ptr="*bf16", a_t_ptr="*fp32", b_t_ptr="*fp32", M="i32", N="i32", K="i32", stride_c="i32")
     for name, rows in (("a", BM), ("b", BN)):
-        signature[f"{name}_desc"] = f"tensordesc<u8[{rows}, {BK // 2}]>"
+        signature[f"{name}_desc"] = f"tensordesc<u8[{rows}, {BK // 2}]>" if path == "fp4" else \
+            f"tensordesc<i32[{rows}, {BK // 8}]>"
         signature[f"{name}_scale_desc"] = f"tensordesc<{number}[{rows // 128}, {BK // block // 4}, 2, 256]>"
     signature.update(dict.fromkeys(constants, "constexpr"))
     names = kernels.matmul_kernel.arg_names
@@ -839,14 +841,14 @@ def compile_matmul(path, arch, fmt, scale, block):
     source = ASTSource(kernels.matmul_kernel, {n: signature[n] for n in names}, constants, aligned)
     target = GPUTarget("cuda", int(arch[3:]), 32) if cuda else GPUTarget("hip", arch, 64)
     binary = triton.compile(source, target=target, options=dict(num_warps=warps, num_stages=stages))
-    text = binary.asm["ptx" if cuda else "amdgcn"]
+    text, code = binary.asm["ptx" if cuda else "amdgcn"], disassemble(binary) if cuda else None
     if cuda:
-        code = disassemble(binary)
         spills = None if code is None else sum(op.startswith(("STL", "LDL")) for _, op, _ in code)
     else:
         spills = int(re.search(r"vgpr_spill_count:\s*(\d+)", text)[1])
     found = collections.Counter(MMA.findall(text))
-    return dict(instruction=" + ".join(found), count=sum(found.values()), shared=binary.metadata.shared, spills=spills)
+    return dict(instruction=" + ".join(found), count=sum(found.values()), shared=binary.metadata.shared,
+                instructions=code and len(code), spills=spills)
 
 
 def disassemble(binary):
