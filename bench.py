@@ -887,10 +887,10 @@ def compile_quantize(name, arch):
     from triton.compiler import ASTSource
     rows, cols, noise, decoded = QUANTIZED[name]
     r, (TR, TC, stages, _, registers) = ufp4.RECIPES["ufp4"], kernels.SHAPES[rows, cols]
-    mask, S = kernels.sign_mask(r.signs), kernels.Spec(*kernels.spec(r.format, r.scale, r.block))
-    constants = dict(amax_ptr=None, stride_c=1, S=S, ROWS=rows, COLS=cols, ROW_SIGNS=mask, COL_SIGNS=mask, N=16,
-                     UNIT=16, GAIN=0.25, SR=noise, TWO_D=False, SWIZZLE=False, ROWS_DECODED=decoded[0],
-                     COLS_DECODED=decoded[1], TR=TR, TC=TC, STAGES=stages, **({} if noise else {"seed_ptr": None}))
+    mask = kernels.sign_mask(r.signs)
+    S = kernels.Plan(*kernels.spec(r.format, r.scale, r.block), rows, cols, mask, mask, 16, 0.25, noise, False, False,
+                     *decoded, TR, TC, stages)
+    constants = dict(amax_ptr=None, stride_c=1, S=S, **({} if noise else {"seed_ptr": None}))
     names = kernels.quantize_kernel.arg_names
     types = dict(x_ptr="*bf16", t_ptr="*fp32", row_out_ptr="*i32", row_scales_ptr="*fp32", col_out_ptr="*i32",
                  col_scales_ptr="*fp32", seed_ptr="*i64", **dict.fromkeys(("offset", "R", "C", "stride_r"), "i32"))

@@ -2521,7 +2521,7 @@ def test_backends_are_chosen_and_said(monkeypatch):
     with pytest.raises(ValueError, match="need a GPU tensor"):
         ufp4.linear(x, w, dataclasses.replace(RECIPES["ufp4"], sign_seed=99))
     monkeypatch.delenv("UFP4_BACKEND")
-    gpu = torch.device("cuda:7")
+    gpu = torch.device("cuda:99")                       # which no machine has
     for broken, message in ((odd, "blocks and Hadamard"), (dataclasses.replace(odd, block=16, sign_seed=98), "")):
         ufp4.cached_path.cache_clear()
         with pytest.warns(UserWarning, match=f"runs on the reference path.*{message}") as said:
