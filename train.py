@@ -374,7 +374,7 @@ def parse_args(argv=None):
     add("--weight-decay", type=real, default=0.1, help="AdamW, on matrices")
     add("--beta1", type=real, default=0.9, help="AdamW")
     add("--beta2", type=real, default=0.95, help="AdamW")
-    add("--clip", type=real, default=1.0, help="largest gradient norm")
+    add("--clip", type=real, default=1.0, help="largest gradient norm; 0: no clipping")
     add("--balance-rate", type=real, default=1e-2, help="MoE: what a step adds to, or takes from, an expert's bias")
     add("--eval-interval", type=positive, default=100, help="steps between validations")
     add("--eval-windows", type=positive, default=128, help="fixed validation windows of SEQ_LEN tokens")
@@ -455,8 +455,7 @@ def batch_rows(files, s, step):
     SEQ_LEN once an epoch, in an order drawn from (seed, epoch): step counts on from window step * batch_size."""
     if s.data != "fineweb":
         rng = np.random.default_rng((s.seed, step))
-        tokens = files[rng.integers(len(files))]
-        return [(tokens, i) for i in rng.integers(0, len(tokens) - s.seq_len, size=s.batch_size)]
+        return [(files[0], i) for i in rng.integers(0, len(files[0]) - s.seq_len, size=s.batch_size)]
     counts = np.array([(len(f) - 1) // s.seq_len for f in files])               # windows of each shard
     ends = counts.cumsum()
     epochs, places = np.divmod(step * s.batch_size + np.arange(s.batch_size), ends[-1])
@@ -730,7 +729,7 @@ def learning_rate(step, s):
     if step < s.warmup:
         return s.lr * (step + 1) / s.warmup
     t = (step - s.warmup) / max(1, s.steps - 1 - s.warmup)
-    return s.lr * (s.min_lr + (1 - s.min_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, t))))
+    return s.lr * (s.min_lr + (1 - s.min_lr) * 0.5 * (1 + math.cos(math.pi * t)))
 
 
 def build(s, recipe, vocab_size):
@@ -802,8 +801,8 @@ def train(s):
     first = 0
     if start is None:
         torch.manual_seed(s.seed)
-        for m in model.modules():                       # Built on a CPU, layers draw weights, in vain. Draw as
-            if isinstance(m, (nn.Linear, nn.Embedding)):        # many here: then a seed's are the same either way.
+        for m in model.modules():                       # in vain: so a seed's weights are those of the recorded runs,
+            if isinstance(m, (nn.Linear, nn.Embedding)):        # whose layers drew some when they were built
                 draw = torch.Tensor.uniform_ if isinstance(m, nn.Linear) else torch.Tensor.normal_
                 draw(torch.empty(m.weight.shape))
         model.init_weights()
@@ -841,7 +840,7 @@ def train(s):
                         loss = model(*get_batch(files, s, step, part)) / s.grad_accum
                     loss.backward()                     # sums over ranks here: no rank keeps a whole gradient
                     losses.append(loss.detach())
-            norm = nn.utils.clip_grad_norm_(model.parameters(), s.clip)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), s.clip or math.inf)
             norm = (norm.full_tensor() if WORLD > 1 else norm).item()
             train_loss, stopping = all_sum(sum(losses).item() / WORLD, len(stop), device=s.device)
             if not (math.isfinite(train_loss) and math.isfinite(norm)):
