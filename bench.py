@@ -830,14 +830,14 @@ def compile_matmul(path, arch, fmt, scale, block):
     cuda = arch.startswith("sm_")
     number = {"fp32": "fp32", "e4m3": "u8" if path == "decode" else "fp8e4nv", "e8m0": "u8"}[scale]
     constants = dict(PATH=path, S=kernels.Spec(*kernels.spec(f, scale, block)), DTYPE=tl.bfloat16, BM=BM, BN=BN, BK=BK)
-    signature = dict(c_ptr="*bf16", a_t_ptr="*fp32", b_t_ptr="*fp32", M="i32", N="i32", K="i32", stride_c="i32")
+    signature = dict(c_ptr="*bf16", a_t_ptr="*fp32", b_t_ptr="*fp32", M="i32", N="i32", K="i32")
     for name, rows in (("a", BM), ("b", BN)):
         signature[f"{name}_desc"] = f"tensordesc<u8[{rows}, {BK // 2}]>" if path == "fp4" else \
             f"tensordesc<i32[{rows}, {BK // 8}]>"
         signature[f"{name}_scale_desc"] = f"tensordesc<{number}[{rows // 128}, {BK // block // 4}, 2, 256]>"
     signature.update(dict.fromkeys(constants, "constexpr"))
     names = kernels.matmul_kernel.arg_names
-    aligned = {(names.index(n),): [["tt.divisibility", 16]] for n in ("c_ptr", "M", "N", "K", "stride_c")}
+    aligned = {(names.index(n),): [["tt.divisibility", 16]] for n in ("c_ptr", "M", "N", "K")}
     source = ASTSource(kernels.matmul_kernel, {n: signature[n] for n in names}, constants, aligned)
     target = GPUTarget("cuda", int(arch[3:]), 32) if cuda else GPUTarget("hip", arch, 64)
     binary = triton.compile(source, target=target, options=dict(num_warps=warps, num_stages=stages))
@@ -888,8 +888,8 @@ def compile_quantize(name, arch):
     rows, cols, noise, decoded = QUANTIZED[name]
     r, (TR, TC, stages, _, registers) = ufp4.RECIPES["ufp4"], kernels.SHAPES[rows, cols]
     mask = kernels.sign_mask(r.signs)
-    S = kernels.Plan(*kernels.spec(r.format, r.scale, r.block), rows, cols, mask, mask, 16, 0.25, noise, False, False,
-                     *decoded, TR, TC, stages)
+    S = kernels.Plan(*kernels.spec(r.format, r.scale, r.block), rows, cols, mask, mask, 16, 16, 0.25, noise, False,
+                     False, *decoded, TR, TC, stages)
     constants = dict(amax_ptr=None, stride_c=1, S=S, **({} if noise else {"seed_ptr": None}))
     names = kernels.quantize_kernel.arg_names
     types = dict(x_ptr="*bf16", t_ptr="*fp32", row_out_ptr="*i32", row_scales_ptr="*fp32", col_out_ptr="*i32",

@@ -2198,8 +2198,10 @@ class TestKernels:
         e1m2, e2m1 = (kernels.quantize(x, ufp4.get_format(n), swizzle=True)[0] for n in ("e1m2", "e2m1"))
         with refuse(match="in common, got 96 e1m2 fp32 16 and 96 e2m1 fp32 16"):
             kernels.matmul(e1m2, e2m1, "decode")
-        for p, path in ((e1m2, "fp4"), (e2m1, "fp8"), (e2m1, "fp9")):
-            with refuse(match=f"decode and cublas any; got '{path}' for {p.fmt.name}"):
+        two_levels, odd = (kernels.quantize(x[:, :n], f, "e4m3", swizzle=True)[0] for n in (96, 48))
+        for p, path in ((e1m2, "fp4"), (e2m1, "fp8"), (e2m1, "fp9"), (e2m1, "fp4"), (two_levels, "fp8"),
+                        (odd, "fp4x4")):
+            with refuse(match=f"got '{path}' for {p.fmt.name}, {p.kind} of 16, K = {p.shape[1]}"):
                 kernels.matmul(p, p, path)
         with refuse(match="only the path cublas multiplies groups, not 'decode'"):
             kernels.matmul(e1m2, e1m2, "decode", offs=torch.tensor([40]).to(DEVICE), stacked=0)
