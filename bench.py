@@ -6,7 +6,7 @@
     python bench.py loss            BF16-relative loss error of recipes, paired seeds (hours; --quick for a first look)
     python bench.py ablate          the same for one change at a time: the paper's ablations, and more
     python bench.py scaling         the same against compute: five sizes, dense and mixture of experts; and variations
-    python bench.py dispatch        the tensor-core instruction of each recipe on each GPU, compiled without one (7 min)
+    python bench.py dispatch        the tensor-core instruction of each recipe on each GPU, compiled without one (8 min)
     python bench.py kernels         speed of the Triton kernels on this GPU, against copying and cuBLAS (needs one)
     python bench.py tune            which tiles and programs quantize fastest on this GPU (needs one)
     python bench.py scale           step time and memory over processes, tokens a step, experts (10 min, on a CPU)
