@@ -717,7 +717,8 @@ def test_convert_keeps_everything_but_the_arithmetic():
     assert torch.equal(m.a(x), fresh(x)) and not torch.equal(m.a(x), F.linear(x, m.a.weight, m.a.bias))
     ufp4.convert(m, "ufp4", skip=("inner", "lm_head"))                          # again, to another recipe
     assert m.a.recipe.name == "ufp4" and m.inner[0].recipe.name == "e2m1"
-    assert type(ufp4.convert(nn.Linear(16, 16))) is ufp4.Linear                 # a model that is one layer, no lm_head
+    for skip in (ufp4.SKIP, (), None):                  # a model that is one layer, no lm_head
+        assert type(ufp4.convert(nn.Linear(16, 16), skip=skip)) is ufp4.Linear
     assert "recipe=ufp4" in repr(m)
 
 
