@@ -438,12 +438,13 @@ def variant(s, separator):
 
 
 def make_recipe(s):
-    """The named recipe with the overrides given; its random signs follow the seed."""
+    """The named recipe with the overrides given; its random signs follow the seed, which is added to its own."""
     fields = overrides(s)
     if fields and s.recipe == "bf16":
         flag = next(iter(fields)).replace("_", "-")
         raise ValueError(f"--{flag} has no effect on recipe bf16, which quantizes nothing; name another --recipe")
-    return dataclasses.replace(ufp4.RECIPES[s.recipe], sign_seed=s.seed, **fields)
+    recipe = ufp4.RECIPES[s.recipe]
+    return dataclasses.replace(recipe, sign_seed=recipe.sign_seed + s.seed, **fields)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -594,7 +595,7 @@ def load_start(s, out, settings):
             raise ValueError(f"--resume: no checkpoint in {out}; start without --resume, or name another --out")
         return find(paths[-1], settings, RESUMABLE)
     if s.branch:
-        return find(Path(s.branch), settings, RESUMABLE + RECIPE_FLAGS)
+        return find(Path(s.branch), settings, (*RESUMABLE, *RECIPE_FLAGS, "recipe_fields"))
     return None
 
 
@@ -634,7 +635,7 @@ def set_aside(out):
 def bf16_loss(out, settings):
     """Final validation loss of a finished bf16 run beside OUT with the same settings otherwise, set aside or not; None
     without one. A branched one may have begun in 4 bits, and doesn't count."""
-    same = settings.keys() - {*RECIPE_FLAGS, *RESUMABLE} | {"steps", "warmup"}
+    same = settings.keys() - {*RECIPE_FLAGS, *RESUMABLE, "recipe_fields"} | {"steps", "warmup"}
     for path in sorted(out.parent.glob("*/log.jsonl")) + sorted(out.parent.glob("*/previous-*/log.jsonl")):
         try:
             records = [json.loads(line) for line in path.read_text().splitlines()]
@@ -680,7 +681,7 @@ def activation_bytes(s, recipe):
     quantized layer keeps its input as codes and scales, another in BF16. In BF16, too, attention keeps qkv, the turned
     q and k and its output; an MLP gate, up and silu(gate); a mixture what it sums. In float32 a norm keeps two
     tensors, the router one. A logit takes 10 bytes with its gradient. --compile may fuse some of this away."""
-    kept = 2 if recipe.fmt is None else 0.5 + {"fp32": 4}.get(recipe.scale, 1) / recipe.block
+    kept = 2 if recipe.fmt is None else 0.5 + {"fp32": 4}.get(recipe.scale[:4], 1) / recipe.block
     mlps = s.top_k + 1                                                          # with the shared one; or the only one
     inputs = 2 * s.dim + mlps * (s.dim + s.hidden)
     others = 2 * (6 * s.dim + 3 * mlps * s.hidden + s.top_k * s.dim) + 4 * s.dim * (5 if s.experts else 4)
@@ -776,6 +777,7 @@ def train(s):
     dataset = prepare(s.data)
     settings = {k: list(v) if isinstance(v, tuple) else v for k, v in vars(s).items()
                 if k not in ("resume", "dry_run", "gpus")}
+    settings["recipe_fields"] = json.loads(json.dumps(recipe.key))               # a row may have been edited
     settings["data"] = dataset.train[0].parent.name     # of a text file, this has its checksum: other text, other run
     if s.data == "fineweb":
         settings["data"] += f"-{len(dataset.train)}"    # other shards, another order of windows
