@@ -1120,7 +1120,7 @@ def test_resume_refuses_what_it_cant_continue(settings, tmp_path, monkeypatch):
             train.train(settings("--resume", *flags))
     s = settings("--resume")
     monkeypatch.setitem(RECIPES, s.recipe, dataclasses.replace(RECIPES[s.recipe], rht=()))      # a row, edited
-    with pytest.raises(ValueError, match="recipe_fields is .* now and was "):
+    with pytest.raises(ValueError, match="other settings: recipe_row is .* now and was "):
         train.train(s)
 
 

@@ -595,7 +595,7 @@ def load_start(s, out, settings):
             raise ValueError(f"--resume: no checkpoint in {out}; start without --resume, or name another --out")
         return find(paths[-1], settings, RESUMABLE)
     if s.branch:
-        return find(Path(s.branch), settings, (*RESUMABLE, *RECIPE_FLAGS, "recipe_fields"))
+        return find(Path(s.branch), settings, (*RESUMABLE, *RECIPE_FLAGS, "recipe_row"))
     return None
 
 
@@ -635,7 +635,7 @@ def set_aside(out):
 def bf16_loss(out, settings):
     """Final validation loss of a finished bf16 run beside OUT with the same settings otherwise, set aside or not; None
     without one. A branched one may have begun in 4 bits, and doesn't count."""
-    same = settings.keys() - {*RECIPE_FLAGS, *RESUMABLE, "recipe_fields"} | {"steps", "warmup"}
+    same = settings.keys() - {*RECIPE_FLAGS, *RESUMABLE, "recipe_row"} | {"steps", "warmup"}
     for path in sorted(out.parent.glob("*/log.jsonl")) + sorted(out.parent.glob("*/previous-*/log.jsonl")):
         try:
             records = [json.loads(line) for line in path.read_text().splitlines()]
@@ -777,7 +777,7 @@ def train(s):
     dataset = prepare(s.data)
     settings = {k: list(v) if isinstance(v, tuple) else v for k, v in vars(s).items()
                 if k not in ("resume", "dry_run", "gpus")}
-    settings["recipe_fields"] = json.loads(json.dumps(recipe.key))               # a row may have been edited
+    settings["recipe_row"] = json.loads(json.dumps(ufp4.RECIPES[s.recipe].key))     # the flags' values are there too
     settings["data"] = dataset.train[0].parent.name     # of a text file, this has its checksum: other text, other run
     if s.data == "fineweb":
         settings["data"] += f"-{len(dataset.train)}"    # other shards, another order of windows
