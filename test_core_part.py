@@ -267,6 +267,7 @@ ufp4_with = functools.partial(replace, RECIPES["ufp4"])
     ("and .2,.", lambda: ufp4.linear(zeros(4, 32), zeros(3, 16, 32), "ufp4", torch.tensor([2, 4]))),
     ("got torch.int64", lambda: ufp4.linear(zeros(4, 32).long(), zeros(16, 32), "ufp4")),
     ("in_features = 20, out_features = 16", lambda: ufp4.Linear(20, 16)),
+    ("multiples of 64, .* = 96", lambda: ufp4.Linear(96, 64, recipe=ufp4_with(rht_block=64))),
 ])
 def test_bad_arguments_are_named(message, call):
     with pytest.raises(ValueError, match=message):
