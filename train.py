@@ -269,9 +269,9 @@ KINDS = {"fmt": ufp4.FORMATS, "scale": ufp4.SCALES, "rht": some_of(ufp4.GEMMS),
 def parse_args(argv=None):
     """-> a Namespace of SETTINGS, and .overrides, those fields of the recipe that flags change."""
     p = argparse.ArgumentParser(argument_default=argparse.SUPPRESS)
-    p.error = lambda message: stop(f"{message} (--help lists the settings)", 2)
-    fields = [f.name for f in dataclasses.fields(ufp4.Recipe)]
-    fields = [name for name in fields if name not in ("name", "sign_seed", "signs", "key")]
+    p.error = lambda message: stop(message, 2)
+    fields = [f.name for f in dataclasses.fields(ufp4.Recipe)
+              if f.init and f.name not in ("name", "sign_seed")]
     overrides = [(name, KINDS.get(name, positive), None, "the recipe's field") for name in fields]
     for name, kind, default, text in (*SETTINGS, *overrides):
         how = dict(type=kind) if callable(kind) else dict(choices=kind)
@@ -285,6 +285,10 @@ def parse_args(argv=None):
     if "warmup" not in given:
         s["warmup"] = min(s["warmup"], s["steps"] // 5)
     s = argparse.Namespace(**s, overrides=overrides)
+    try:
+        torch.empty(1, device=s.device)
+    except (RuntimeError, AssertionError) as e:         # none such, or not in this build of torch
+        p.error(f"--device {s.device} can't be used: {str(e).splitlines()[0]}")
     s.dtype = s.dtype or ("bfloat16" if hardware(s.device)[1] else "float32")
     s.out = s.out or f"out/{s.model}-{variant(s)}-s{s.seed}"
     if s.dim % (2 * s.heads):
@@ -294,8 +298,11 @@ def parse_args(argv=None):
     if s.batch_size % (WORLD * s.grad_accum):
         p.error(f"--batch-size {s.batch_size} must be a multiple of {WORLD} processes x "
                 f"--grad-accum {s.grad_accum}")
-    if overrides and ufp4.RECIPES[s.recipe].fmt is None:
-        p.error(f"--{', --'.join(overrides)} has no effect on {s.recipe}: name another --recipe")
+    try:
+        with torch.device("meta"):
+            GPT(s, make_recipe(s), vocabulary(s.data))
+    except ValueError as e:                             # a recipe that can't be, or sizes for it
+        p.error(str(e))
     return s
 
 
@@ -321,6 +328,8 @@ def variant(s):
 def make_recipe(s):
     """The named recipe with the overrides given; its random signs follow the seed."""
     recipe = ufp4.RECIPES[s.recipe]
+    if s.overrides and recipe.fmt is None:
+        raise ValueError(f"--{', --'.join(s.overrides)} has no effect on recipe {s.recipe}")
     return dataclasses.replace(recipe, sign_seed=recipe.sign_seed + s.seed, **s.overrides)
 
 
@@ -441,15 +450,17 @@ def load(path, state):
     try:
         dcp.load(state, checkpoint_id=path, process_group=patient)
     except dcp.CheckpointException as e:
-        reason = type(next(iter(e.failures.values()))[0]).__name__
-        stop(f"{path} is missing, damaged or not a checkpoint of train.py ({reason}); if you "
-             "delete it, --resume goes on from the one before")
+        reason = next(iter(e.failures.values()))[0]
+        before = [p for p in checkpoints(path.parent) if p < path]
+        hint = f"; delete it, and --resume goes on from {before[-1]}" if before else ""
+        stop(f"{path} is missing, damaged or not a checkpoint of train.py ({reason!r}){hint}")
     return state
 
 
 def record(s, recipe, dataset):
     """A run's settings as JSON: the flags, the row of its recipe, and which data."""
-    row = {f"recipe.{f.name}": getattr(recipe, f.name) for f in dataclasses.fields(recipe)}
+    fields = [f.name for f in dataclasses.fields(recipe) if f.init]
+    row = {f"recipe.{name}": getattr(recipe, name) for name in fields}
     flags = {k: v for k, v in vars(s).items() if k not in ("resume", "overrides")}
     data = f"{dataset.train[0].parent.name}-{len(dataset.train)}"   # a text's has its checksum
     return json.loads(json.dumps({**flags, **row, "data": data},    # formats, scales: by name
@@ -669,7 +680,7 @@ def main(argv=None):
         sys.stdout = open(os.devnull, "w")
     sys.stdout.reconfigure(errors="replace")            # a terminal may lack a sample's characters
     warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP, in a single process
-    logging.getLogger("torch.distributed.checkpoint").setLevel(logging.CRITICAL)    # load() says it
+    logging.disable()                                   # what DCP logs of errors, stop() says
     try:
         s = parse_args(argv)
         if WORLD > 1:                   # a rank that waits a minute for another gives up
