@@ -48,12 +48,20 @@ from data.prepare import encoding, prepare, read_tokens, vocabulary
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # by torchrun
 patient = None                  # a process group that waits for disks and downloads
 
+
+def all_sum(t):
+    """Sums a tensor over the ranks, in place."""
+    if WORLD > 1:
+        dist.all_reduce(t)
+    return t
+
+
 # --- The model. B sequences of T tokens, M = B T, C = dim, E experts of width H, k for each token
 
 
 def rope(x, base=10000.0):
-    """Rotary position embedding (arXiv 2104.09864) of x (B, heads, T, D): pairs (i, i + D/2) turn
-    by t base^(-2i/D)."""
+    """Rotary position embedding (arXiv 2104.09864): in x (B, heads, T, D), pair (i, i + D/2) of
+    token t turns by t base^(-2i/D)."""
     half = x.shape[-1] // 2
     freq = base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
     angle = torch.arange(x.shape[-2], device=x.device, dtype=torch.float32)[:, None] * freq
@@ -131,8 +139,7 @@ class MoE(nn.Module):
     def balance(self, rate):
         """Once a step: an expert's bias goes up by `rate` if it got less than its share, else
         down. Clears the counts and returns max load / mean load (1 is perfect balance)."""
-        if WORLD > 1:
-            dist.all_reduce(self.load)
+        all_sum(self.load)
         mean, worst = self.load.mean(), self.load.max()
         self.bias += rate * torch.sign(mean - self.load)
         self.load.zero_()
@@ -183,8 +190,7 @@ class GPT(nn.Module):
             b.zero_()
 
     def forward(self, tokens, targets=None):
-        """tokens, targets (B, T) int64 -> logits (B, T, V), or with targets the mean loss in nats
-        a token, float32."""
+        """tokens, targets (B, T) -> logits (B, T, V), or with targets the mean loss in nats."""
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
@@ -357,14 +363,6 @@ def windows(rows, s):
 # --- Evaluation
 
 
-def all_sum(*numbers, device):
-    """Each number summed over the ranks, in float64."""
-    t = torch.tensor(numbers, dtype=torch.float64, device=device)
-    if WORLD > 1:
-        dist.all_reduce(t)
-    return t.tolist()
-
-
 def autocast(s):
     """BF16 GEMMs if --dtype says so. A cast weight is used once, so none is cached."""
     return torch.autocast(torch.device(s.device).type, torch.bfloat16,
@@ -373,19 +371,19 @@ def autocast(s):
 
 @torch.no_grad()
 def evaluate(model, tokens, s):
-    """Mean loss over eval_windows windows spread evenly over the validation tokens, with the same
-    noise each time. The ranks share the windows out; one without a window left computes some
-    anyway, since the others wait for its shards of the weights."""
+    """Mean loss over eval_windows windows, evenly spaced, with the same noise each time. The ranks
+    share them out; one that has none left computes on, for the others need its weights."""
     model.eval()
     torch.manual_seed(s.seed)
     starts = np.linspace(0, len(tokens) - s.seq_len - 1, s.eval_windows).astype(np.int64)
-    rows, n, total = [(tokens, i) for i in starts], s.batch_size // (WORLD * s.grad_accum), 0.0
+    rows, n = [(tokens, i) for i in starts], s.batch_size // (WORLD * s.grad_accum)
+    total = torch.zeros((), dtype=torch.float64, device=s.device)
     for first in range(0, len(rows), n * WORLD):
         part = rows[first + RANK * n:][:n]
         with autocast(s):
-            total += model(*windows(part or rows[:1], s)).item() * len(part)
+            total += model(*windows(part or rows[:1], s)) * len(part)
     model.train()
-    return all_sum(total, device=s.device)[0] / len(rows)
+    return all_sum(total).item() / len(rows)
 
 
 @torch.no_grad()
@@ -421,7 +419,7 @@ def stop(message, code=1):
     """End the run with a sentence; for all ranks together, of which rank 0 speaks. The others leave
     with 0: at another code torchrun would end rank 0, perhaps before it has spoken."""
     if RANK == 0:
-        print(f"train.py: {message}", file=sys.stderr)
+        tqdm.write(f"train.py: {message}", file=sys.stderr)
     sys.exit(0 if RANK else code)
 
 
@@ -429,11 +427,13 @@ def checkpoints(out):
     return sorted(p for p in out.glob("ckpt-*") if p.name[5:].isdigit())    # not a user's copy
 
 
+def state_of(model, optimizer):
+    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+
+
 def save(out, step, settings, model, optimizer):
-    """Write ckpt-STEP, all ranks together, under another name, and rename it when it is whole;
-    drop the third last."""
-    state = {"step": step, "settings": json.dumps(settings)}
-    state["model"], state["optimizer"] = get_state_dict(model, optimizer)
+    """Write ckpt-STEP, all ranks together, under another name first; drop the third last."""
+    state = {"step": step, "settings": json.dumps(settings), **state_of(model, optimizer)}
     try:
         dcp.save(state, checkpoint_id=out / "saving", process_group=patient)
     except dcp.CheckpointException as e:
@@ -492,7 +492,7 @@ def start_log(s, settings, step):
     """Begin log.jsonl; an earlier run's OUT is renamed. On resuming, cut it back to `step`."""
     out, n = Path(s.out), 1
     log, part = out / "log.jsonl", out / "log.jsonl.tmp"
-    if log.exists() and not s.resume:
+    if (log.exists() or checkpoints(out)) and not s.resume:
         while (previous := out.with_name(f"{out.name}-previous-{n}")).exists():
             n += 1
         out.rename(previous)
@@ -537,10 +537,6 @@ def bf16_loss(out, settings):
 
 # --- Training
 
-# FLOP/s in dense BF16, from NVIDIA's data sheets (SXM modules)
-PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "B300": 2250e12}
-
-
 def counts(model, s):
     """(parameters, those active for a token, FLOPs a token). A weight that multiplies takes 2 FLOPs
     forward and 4 backward; causal attention 6 T C a layer."""
@@ -549,6 +545,13 @@ def counts(model, s):
                for m in model.modules() if isinstance(m, MoE))
     flops = 6 * (total - idle - model.embed.weight.numel()) + 6 * s.seq_len * s.dim * s.layers
     return total, total - idle, flops
+
+
+def peak_flops(s):
+    """Dense BF16 FLOP/s of all GPUs, where NVIDIA's data sheet (of the SXM module) is known."""
+    peaks = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "B300": 2250e12}
+    name = re.search(r"\b(A100|H[12]00|B[23]00)\b", hardware(s.device)[0])
+    return WORLD * peaks[name[1]] if name and s.dtype == "bfloat16" else None
 
 
 def learning_rate(step, s):
@@ -592,8 +595,7 @@ def open_data(s):
 
 def train(s):
     """Run the settings; returns the final validation loss."""
-    recipe, out = make_recipe(s), Path(s.out)
-    dataset = open_data(s)
+    recipe, out, dataset = make_recipe(s), Path(s.out), open_data(s)
     files, val = [read_tokens(path) for path in dataset.train], read_tokens(dataset.val[0])
     settings = record(s, recipe, dataset)
     path, first = find_start(s, settings)
@@ -602,22 +604,21 @@ def train(s):
         torch.manual_seed(s.seed)
         model.init_weights()
     else:
-        load(path, dict(zip(("model", "optimizer"), get_state_dict(model, optimizer))))
+        load(path, state_of(model, optimizer))
     if RANK == 0:
         start_log(s, settings, first)
-    moes = [m for m in model.modules() if isinstance(m, MoE)]
+    moes, peak = [m for m in model.modules() if isinstance(m, MoE)], peak_flops(s)
     total, active, flops = counts(model, s)
-    machine, _ = hardware(s.device)
-    peak = [peak for gpu, peak in PEAKS.items() if re.search(rf"\b{gpu}\b", machine)]
     print(f"{s.model}, {total / 1e6:.2f}M parameters, {active / 1e6:.2f}M active a token, recipe "
-          f"{variant(s)}, {s.dtype} on {WORLD} x {machine}, data {s.data}, steps {first} to "
-          f"{s.steps} of {s.batch_size} x {s.seq_len} tokens, to {out}")
-    val_loss = evaluate(model, val, s) if first >= s.steps else None
-    tokens, seconds, signals = 0, 0.0, []               # since the last line of the log
+          f"{variant(s)}, {s.dtype} on {WORLD} x {hardware(s.device)[0]}, data {s.data}, steps "
+          f"{first} to {s.steps} of {s.batch_size} x {s.seq_len} tokens, to {out}")
+    signals = []                        # Ctrl-C and SIGTERM stop the run after a step, and save it
     handlers = {n: signal.signal(n, lambda n, _: signals.append(n))
                 for n in (signal.SIGINT, signal.SIGTERM)}
-    bar = tqdm(range(first, s.steps), initial=first, total=s.steps, unit="step",
-               dynamic_ncols=True, disable=RANK > 0)
+    val_loss = evaluate(model, val, s) if first >= s.steps else None
+    bar = tqdm(range(first, s.steps), initial=first, total=s.steps, dynamic_ncols=True,
+               disable=RANK > 0)
+    tokens, seconds = 0, 0.0            # since the last line of the log
 
     for step in bar:
         clock = time.perf_counter()
@@ -634,18 +635,18 @@ def train(s):
             loss += part_loss.detach()
         norm = nn.utils.clip_grad_norm_(model.parameters(), s.clip or math.inf)
         norm = (norm.full_tensor() if WORLD > 1 else norm).item()
-        loss, stopping = all_sum(loss.item() / WORLD, len(signals), device=s.device)
+        sums = torch.tensor((loss.item(), len(signals)), dtype=torch.float64, device=s.device)
+        loss, stopping = (all_sum(sums) / WORLD).tolist()
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            bar.close()
             stop(f"step {step + 1}: the loss is {loss}, the gradient norm {norm}; stopped before "
                  f"this update. Last good checkpoint: {(checkpoints(out) or ['none'])[-1]}", 3)
         optimizer.step()
         optimizer.zero_grad()
         max_load = max((m.balance(s.balance_rate).item() for m in moes), default=None)
-        tokens, seconds = tokens + s.batch_size * s.seq_len, seconds + time.perf_counter() - clock
+        tokens += s.batch_size * s.seq_len
+        seconds += time.perf_counter() - clock
 
-        step += 1                                       # steps done
-        val_loss = None
+        step, val_loss = step + 1, None                 # steps done
         if step % s.eval_interval == 0 or step == s.steps:
             val_loss = evaluate(model, val, s)
             if not math.isfinite(val_loss):
@@ -656,7 +657,7 @@ def train(s):
             line = {"step": step, "train_loss": loss, "val_loss": val_loss, "lr": lr,
                     "grad_norm": norm, "tokens_per_s": round(speed)}
             line |= {"max_load": max_load} if moes else {}
-            line |= {"mfu": flops * speed / (p * WORLD) for p in peak if s.dtype == "bfloat16"}
+            line |= {"mfu": flops * speed / peak} if peak else {}
             if RANK == 0:
                 with open(out / "log.jsonl", "a") as log:
                     log.write(json.dumps(line) + "\n")
@@ -664,7 +665,6 @@ def train(s):
         if step % s.save_interval == 0 or step == s.steps or stopping:
             save(out, step, settings, model, optimizer)
         if stopping and step < s.steps:
-            bar.close()
             stop(f"stopped after step {step} and saved; add --resume to the same command", 130)
 
     for n, handler in handlers.items():
