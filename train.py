@@ -22,6 +22,7 @@ import json
 import logging
 import math
 import os
+import platform
 import re
 import shutil
 import signal
@@ -292,8 +293,12 @@ def parse_args(argv=None):
         s["warmup"] = min(s["warmup"], s["steps"] // 5)
     s = argparse.Namespace(**s, overrides=overrides)
     try:
+        if s.device == "cuda" and WORLD > 1:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.empty(1, device=s.device)
     except (RuntimeError, AssertionError) as e:         # none such, or not in this build of torch
+        if RANK:                                        # perhaps on this rank alone
+            raise
         p.error(f"--device {s.device} can't be used: {str(e).splitlines()[0]}")
     s.dtype = s.dtype or ("bfloat16" if hardware(s.device)[1] else "float32")
     s.out = s.out or f"out/{s.model}-{variant(s)}-s{s.seed}"
@@ -321,7 +326,7 @@ def hardware(device):
     text = path.read_text() if path.exists() else ""
     name = re.search(r"model name\s*: (.*)", text)
     bf16 = re.search(r"\b(amx_bf16|avx512_bf16|bf16)\b", text)
-    return name[1] if name else os.uname().machine, bf16 is not None
+    return name[1] if name else platform.machine(), bf16 is not None
 
 
 def variant(s):
@@ -416,10 +421,13 @@ def report(s, settings, model, val, dataset, val_loss):
 
 
 def stop(message, code=1):
-    """End the run with a sentence; for all ranks together, of which rank 0 speaks. The others leave
+    """End the run with a sentence; all ranks together, of which rank 0 speaks. The others leave
     with 0: at another code torchrun would end rank 0, perhaps before it has spoken."""
     if RANK == 0:
         tqdm.write(f"train.py: {message}", file=sys.stderr)
+    if WORLD > 1:                       # without cleaning up, which may wait for a rank that is gone
+        sys.stdout.flush()
+        os._exit(0 if RANK else code)
     sys.exit(0 if RANK else code)
 
 
@@ -499,7 +507,7 @@ def start_log(s, settings, step):
         print(f"{out} held an earlier run; that is now {previous}")
     out.mkdir(parents=True, exist_ok=True)
     lines = [{"settings": settings, "commit": commit(), "torch": torch.__version__,
-              "python": sys.version.split()[0], "hardware": hardware(s.device)[0],
+              "python": platform.python_version(), "hardware": hardware(s.device)[0],
               "threads": torch.get_num_threads(), "processes": WORLD}]
     if log.exists():                                    # a crash may have cut its last line short
         lines += read_log(log)[1:]
@@ -581,16 +589,17 @@ def build(s, recipe, vocab_size):
 
 
 def open_data(s):
-    """The data set, which rank 0 makes or downloads and checks."""
-    dataset = prepare(s.data) if RANK == 0 else None
-    for path in dataset.train + dataset.val if RANK == 0 else ():
-        n = len(read_tokens(path, dataset.vocab_size))
-        if n <= s.seq_len:
-            stop(f"{path} has {n} tokens, fewer than a context and its target, {s.seq_len + 1}; "
-                 "give more text or a smaller --seq-len")
+    """The data set. Rank 0 makes, downloads and checks it, while the others wait."""
+    if RANK == 0:
+        dataset = prepare(s.data)
+        for path in dataset.train + dataset.val:
+            n = len(read_tokens(path, dataset.vocab_size))
+            if n <= s.seq_len:
+                stop(f"{path} has {n} tokens, fewer than a context and its target, "
+                     f"{s.seq_len + 1}; give more text or a smaller --seq-len")
     if WORLD > 1:
         dist.barrier(patient)
-    return dataset or prepare(s.data)
+    return prepare(s.data)
 
 
 def train(s):
@@ -684,8 +693,6 @@ def main(argv=None):
     try:
         s = parse_args(argv)
         if WORLD > 1:                   # a rank that waits a minute for another gives up
-            if s.device == "cuda":
-                torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
             dist.init_process_group(timeout=datetime.timedelta(minutes=1))
             patient = dist.new_group(backend="gloo", timeout=datetime.timedelta(hours=2))
         train(s)
