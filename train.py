@@ -425,7 +425,7 @@ def stop(message, code=1):
     with 0: at another code torchrun would end rank 0, perhaps before it has spoken."""
     if RANK == 0:
         tqdm.write(f"train.py: {message}", file=sys.stderr)
-    if WORLD > 1:                       # without cleaning up, which may wait for a rank that is gone
+    if WORLD > 1:                       # at once: a clean exit may wait for a rank that is gone
         sys.stdout.flush()
         os._exit(0 if RANK else code)
     sys.exit(0 if RANK else code)
