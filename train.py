@@ -616,6 +616,8 @@ def train(s):
         load(path, state_of(model, optimizer))
     if RANK == 0:
         start_log(s, settings, first)
+    if WORLD > 1:
+        dist.barrier(patient)           # drawing large weights takes some ranks long
     moes, peak = [m for m in model.modules() if isinstance(m, MoE)], peak_flops(s)
     total, active, flops = counts(model, s)
     print(f"{s.model}, {total / 1e6:.2f}M parameters, {active / 1e6:.2f}M active a token, recipe "
