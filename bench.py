@@ -3,14 +3,14 @@
     python bench.py bias        the grids: bias of each bin, slopes, how it compounds (1 min)
     python bench.py sqnr        which grid suits a trained model's tensors, and the RHT (3 min)
     python bench.py cpu         what emulation costs on this CPU, against BF16 steps (5 min)
+    python bench.py scale       the same over tokens and experts (5 min)
     python bench.py loss        what recipes cost in loss, paired seeds (hours; --quick: a look)
     python bench.py ablate      the same, one change at a time
     python bench.py scaling     the same against compute: five sizes, dense and mixtures
-    python bench.py dispatch    what the kernels compile to on GPUs that are not here (8 min)
+    python bench.py dispatch    what the kernels compile to on GPUs that are not here (5 min)
     python bench.py kernels     their speed on this GPU, against copying and cuBLAS
     python bench.py tune        which tiles and programs quantize fastest on this GPU
-    python bench.py scale       a step over tokens, processes and experts (10 min)
-    python bench.py plan        sizes, memory, bounds on speed of a run: flags of train.py
+    python bench.py plan        memory and bounds on speed of a run, by the flags of train.py
     python bench.py train       train.py with the recipes below besides its own
     python bench.py readme      write the tables of both README.md anew
 
@@ -72,16 +72,12 @@ def save(name, results):
     os.replace(part, RESULTS / f"{name}.json")
 
 
-def show(rows):
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    print(*("  ".join(map(str.ljust, row, widths)) for row in rows), "", sep="\n")
-
-
-def finish(name, tables, results):
-    """Save and print tables {marker in a page: rows of text, the head first}."""
-    save(name, {**results, "machine": machine(), "tables": tables})
+def finish(name, tables, results=None):
+    """Print tables {marker in a page: rows of text, the head first}, and save them."""
     for rows in tables.values():
-        show(rows)
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        print(*("  ".join(map(str.ljust, row, widths)) for row in rows), "", sep="\n")
+    save(name, {**(results or {}), "machine": machine(), "tables": tables})
 
 
 def fill_tables(page):
@@ -91,6 +87,8 @@ def fill_tables(page):
         tables |= json.loads(path.read_text()).get("tables", {})
 
     def block(found):
+        if found[1] not in tables:
+            sys.exit(f"bench.py: no file in {RESULTS} has a table {found[1]}; measure it first")
         head, *rows = tables[found[1]]
         lines = ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]
         return "\n".join([f"<!-- {found[1]} -->", *lines, f"<!-- /{found[1]} -->"])
@@ -476,14 +474,14 @@ def bench_cpu(args):
              **{f: functools.partial(ufp4.fake_quantize, x, f) for f in ("e2m1", "e1m2", "int4")}}
     finish("cpu", {"cpu": rows, "fake-quantize": [
         ["`fake_quantize`, 4096 x 4096 float32", "ms"],
-        *([name, spread(ms, "{:.0f}")] for name, ms in interleaved(calls, 10).items())]}, {})
+        *([name, spread(ms, "{:.0f}")] for name, ms in interleaved(calls, 10).items())]})
 
 
 def bench_scale(args):
     tokens = {f"{256 * b} tokens": f"--model nano --batch-size {b}" for b in (2, 8, 32)}
     experts = {f"2048 tokens, 4 of {e} experts": "--model nano-moe --hidden 32 --top-k 4 "
                f"--experts {e}" for e in (8, 32, 128)}
-    finish("scale", {"scale": step_table({**tokens, **experts})}, {})
+    finish("scale", {"scale": step_table({**tokens, **experts})})
 
 
 # ---- loss, ablate, scaling: train many small models and compare ---------------------------------
@@ -722,7 +720,7 @@ def loss_tables(name, runs, groups):
 
 def recipe_table(runs, model, groups, published):
     """Without the columns in which nothing was measured."""
-    rows = [[f"`{model}`: loss error, % (seeds)", "", "from scratch", "branched", "less `e2m1`",
+    rows = [[f"`{model}`", "loss error, % (seeds)", "from scratch", "branched", "less `e2m1`",
              "less `ufp4`", "of it, in the weights", "forward noise alone", "slope of fprop",
              "noise of fprop, %", "the paper's"]]
     fprop = fprop_of(runs, model)
@@ -951,7 +949,7 @@ def bench_dispatch(args):
                      *([a, *(product(r, a) for r in recipes)] for a in kernels.ARCHITECTURES)],
         "quantize": [[f"instructions an element, spills {version}", *archs],
                      *([name, *(cell("{per_element:.1f}, {spills}", "quantize_kernel", name, a)
-                               for a in archs)] for name in calls())]}, {})
+                               for a in archs)] for name in calls())]})
 
 
 # ---- kernels: speed on a GPU, as ratios to what that GPU can do; tune ---------------------------
@@ -964,28 +962,19 @@ SPEEDS = {                              # what is measured, in this order: its t
     "RHT, then quantize / quantize alone": "the paper's 1.62",
     "packed GEMM, decoded for cuBLAS: share of cuBLAS bf16": "at least 0.55",
     "linear layer, forward + backward, `ufp4` / bf16": "at most 1.30 (1.15)",
-    "the same, calls queued ahead: the GPU's time alone": "",
+    "the same, of the GPU's time alone": "",
     "training step, `small`, compiled, `ufp4` / bf16": "at most 1.6 (1.3)",
     "training step, 1B parameters, compiled, `ufp4` / bf16": "at most 1.3 (1.15)"}
 BILLION = ("--model small --layers 16 --dim 2048 --heads 16 --hidden 5632 --seq-len 2048 "
            "--batch-size 4").split()
 
 
-def gpu_time(f, ahead=True, repeats=30):
-    """Milliseconds of each call of f() on the GPU, after three to warm up. With `ahead` the GPU
-    sleeps a quarter of a second while the calls queue up; without, Python's time counts too."""
-    for _ in range(3):
-        f()
-    torch.cuda.synchronize()
-    if ahead:
-        torch.cuda._sleep(5 * 10**8)                    # cycles, at about 1.8 GHz
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    events[0].record()
-    for event in events[1:]:
-        f()
-        event.record()
-    torch.cuda.synchronize()
-    return [a.elapsed_time(b) for a, b in zip(events, events[1:])]
+def gpu_time(f, alone=True):
+    """Milliseconds of each call of f(): of the GPU `alone`, or with Python's time."""
+    if alone:
+        import triton.testing
+        return triton.testing.do_bench(f, return_mode="all")
+    return interleaved({"": lambda: (f(), torch.cuda.synchronize())}, 30)[""]
 
 
 def kernel_speeds(time, device="cuda", n=8192, layer=(8192, 4096, 4096), vocab_size=50304,
@@ -1021,8 +1010,8 @@ def kernel_speeds(time, device="cuda", n=8192, layer=(8192, 4096, 4096), vocab_s
     v.requires_grad_()
     layers = [ufp4.Linear(k, f, bias=False, device=device, dtype=torch.bfloat16, recipe=r)
               for r in ("bf16", "ufp4")]
-    for ahead in (False, True):
-        base, ms = (time(lambda: torch.autograd.grad(layer(v), (v, layer.weight), dy), ahead)
+    for alone in (False, True):
+        base, ms = (time(lambda: torch.autograd.grad(layer(v), (v, layer.weight), dy), alone)
                     for layer in layers)
         yield median(ms) / median(base), ms
     for flags in models:
@@ -1037,7 +1026,7 @@ def bench_kernels(args):
     rows = [["on a GPU", "target (aim)", torch.cuda.get_device_name()]]
     for (name, target), (value, ms) in zip(SPEEDS.items(), kernel_speeds(gpu_time)):
         rows.append([name, target, f"{value:.2f}; {spread(ms, '{:.3f}')} ms"])
-    finish("kernels", {"kernels": rows}, {})
+    finish("kernels", {"kernels": rows})
 
 
 def bench_tune(args):
@@ -1063,10 +1052,9 @@ PEAKS = {"H200": ("sm_90", {"bf16": 989}),
 
 def activation_bytes(s, recipe):
     """Bytes a token that the backward pass needs, in BF16 autocast: (of a block, of what follows
-    the blocks). A quantized layer keeps its input as codes and scales, another in BF16. In BF16,
-    too, attention keeps qkv, the turned q and k and its output; an MLP gate, up and silu(gate); a
-    mixture what it sums. In float32 a norm keeps two tensors, the router one. A logit takes 10
-    bytes with its gradient. --compile may fuse some of this away."""
+    the blocks). A quantized layer keeps its input in 4 bits; attention qkv, the turned q and k and
+    its output; an MLP gate, up and silu(gate); a mixture what it sums; in float32, a norm keeps two
+    tensors and the router one. A logit takes 10 bytes with its gradient."""
     scale_bytes = 4 if recipe.scale is ufp4.fp32 else 1
     kept = 2 if recipe.fmt is None else 0.5 + scale_bytes / recipe.block
     mlps = s.top_k + 1                                  # with the shared one; or the only one
@@ -1102,8 +1090,8 @@ def bench_plan(args):
              "weights cast to BF16":
                  2 * (model.lm_head.weight.numel() + plain // (s.layers if s.remat else 1)),
              f"activations of {tokens} tokens": tokens * (kept + ends)}
-    rows = [[f"{s.model}, {train.variant(s)}, {gpus} GPUs", ""],
-            ["parameters", f"{total / 1e9:.3f}B, {active / 1e9:.3f}B active a token"],
+    rows = [[f"{s.model}, {train.variant(s)}, {gpus} GPUs: parameters",
+             f"{total / 1e9:.3f}B, {active / 1e9:.3f}B active a token"],
             *([name, f"{size / 2**30:.2f} GiB a GPU"] for name, size in sizes.items()),
             ["together", f"{sum(sizes.values()) / 2**30:.2f} GiB a GPU"],
             ["compute", f"{flops / 1e9:.3f} GFLOPs a token, {quantized / flops:.0%} of them in "
@@ -1113,7 +1101,8 @@ def bench_plan(args):
         seconds = quantized / peaks.get(path, peaks["bf16"]) + (flops - quantized) / peaks["bf16"]
         rows.append([f"at its peak, {gpu}",
                      f"{gpus * 1e12 / seconds:,.0f} tokens/s, path {path} ({arch})"])
-    show(rows)
+    for name, value in rows:
+        print(f"{name:50}{value}")
 
 
 # -------------------------------------------------------------------------------------------------
@@ -1139,10 +1128,9 @@ def main(argv=None):
         p.add_argument("--models", nargs="+", default=models[name], choices=MODELS)
         p.add_argument("--seeds", type=train.positive, default=5, metavar="N")
         p.add_argument("--rows", nargs="+", help="some of the table's recipes")
-        p.add_argument("--estimators", nargs="+", choices=("scratch", "branched"),
-                       default=["branched", *["scratch"] * (name == "loss")],
-                       help="scratch: whole runs, from the same weights and batches; branched: "
-                       "the last third, from the BF16 run's checkpoint")
+        p.add_argument("--estimators", nargs="+", choices=("branched", "scratch"),
+                       default=["branched"], help="branched: the last third of the steps, from the "
+                       "BF16 run's checkpoint; scratch: whole runs, from the same weights")
         p.add_argument("--jobs", type=train.positive, metavar="N", help="runs at a time",
                        default=1 if torch.cuda.is_available() else os.cpu_count())
         p.add_argument("--quick", action="store_true", help="300 steps, 2 seeds")
