@@ -207,11 +207,8 @@ def experiment(name, like, kind=Quantizer, where="", **more):
                       more=tuple(more.items()))
 
 
-def varied(names, **changes):
-    """ufp4 with a field changed in turn: one recipe for each value, named after it."""
-    (field, values), = changes.items()
-    return [replace(RECIPES["ufp4"], name=f"ufp4-{name}", **{field: value})
-            for name, value in zip(names.split(), values)]
+def varied(name, like="ufp4", **changes):
+    return replace(RECIPES[like], name=f"{like}-{name}", **changes)
 
 
 # The choices of arXiv 2512.02010 (a block's maximum to 6 or 4) and arXiv 2605.31035 (E2M1 or E1M2),
@@ -220,9 +217,10 @@ NEIGHBOURS = [experiment("four-over-six", "e2m1", Choosing, other=ufp4.E2M1_MAX4
               experiment("mixfp4", "e2m1", Choosing, other=ufp4.E1M2)]
 # {what differs from ufp4: recipes}
 ABLATIONS = {
-    "RHT on": varied("rht-none rht-wgrad rht-dgrad-wgrad rht-fprop-wgrad", rht=(
-        (), ("wgrad",), ("dgrad", "wgrad"), ("fprop", "wgrad"))),
-    "SR on": varied("sr-none sr-x-dy sr-x-w-dy", sr=((), ("x", "dy"), OPERANDS)),
+    "RHT on": [varied("-".join(("rht", *(gemms or ["none"]))), rht=gemms) for gemms in (
+        (), ("wgrad",), ("dgrad", "wgrad"), ("fprop", "wgrad"))],
+    "SR on": [varied("-".join(("sr", *(operands or ["none"]))), sr=operands) for operands in (
+        (), ("x", "dy"), OPERANDS)],
     "grid, slope": [RECIPES["e2m1-full-rht"],
                     experiment("e2m1-debiased", "e2m1-full-rht", Sloped, slope=1.0),
                     experiment("ufp4-shrunk", "ufp4", Sloped, slope=0.996)],
@@ -231,12 +229,12 @@ ABLATIONS = {
     "one operand in E2M1": [experiment(f"ufp4-{o}-in-e2m1", "ufp4", where=o, fmt=ufp4.E2M1)
                             for o in OPERANDS],
     "range of E2M1": [RECIPES[f"e2m1-max{top}"] for top in (2, 3, 4)],
-    "scales, grid": [replace(RECIPES[r], name=f"{r}-{name}", scale=scale) for r, name, scale in (
+    "scales, grid": [varied(name, like, scale=scale) for like, name, scale in (
         ("ufp4", "e4m3-nearest", "e4m3"), ("e2m1", "e4m3-nearest", "e4m3"),
         ("ufp4", "e4m3-up", "e4m3_up"), ("e2m1", "e4m3-up", "e4m3_up"),
         ("ufp4", "e8m0-up", "e8m0_up"), ("e2m1", "e8m0-floor", "e8m0"))],
-    "block": varied("block-8 block-32", block=(8, 32)),
-    "Hadamard size": varied("rht-block-8 rht-block-32", rht_block=(8, 32))}
+    "block": [varied(f"block-{n}", block=n) for n in (8, 32)],
+    "Hadamard size": [varied(f"rht-block-{n}", rht_block=n) for n in (8, 32)]}
 RECIPES.update({r.name: r for rows in (NEIGHBOURS, *ABLATIONS.values()) for r in rows})
 
 
@@ -284,10 +282,10 @@ def slope(q, x):
     return alpha.item(), (((q - alpha * x) * x).sum(-1).square().sum().sqrt() / power).item()
 
 
-def chain(fmt, seed=0, depth=128, n=512):
+def chain(fmt, depth=128, n=512):
     """X <- Q(X) Q(W)^T again and again, W random orthogonal (so that the exact chain keeps its
     norm), RHT on both -> [after each GEMM, (<X_hat, X> / <X, X>, product of all slopes so far)]."""
-    g, signs = torch.Generator().manual_seed(seed), ufp4.random_signs(seed)
+    g, signs = torch.Generator().manual_seed(0), ufp4.random_signs(0)
     exact = approx = torch.randn(n, n, generator=g)
     slopes, found = [], []
     for _ in range(depth):
@@ -301,12 +299,12 @@ def chain(fmt, seed=0, depth=128, n=512):
 
 
 def bench_bias(args):
-    g, shape = torch.Generator().manual_seed(args.seed), (8192, 512)
+    g, shape = torch.Generator().manual_seed(0), (8192, 512)
     cell = lambda q, x: "{:.4f} ± {:.4f}".format(slope(q, x)[0], 2 * slope(q, x)[1])
     slopes = [["slope alpha ± two standard errors, FP32 scales", "E2M1", "E1M2"]]
     for kind in ("Gaussian", "Laplace", "Student t, 3 d.f.", "SwiGLU-like"):
         x = samples(kind, shape, g)
-        rotated = ufp4.rht(x, ufp4.random_signs(args.seed))
+        rotated = ufp4.rht(x, ufp4.random_signs(0))
         for name, data in ((kind, x), (f"{kind}, RHT", rotated)):
             slopes.append([name, *(cell(ufp4.fake_quantize(data, f), data) for f in GRIDS)])
     # rows of sizes spread over a factor of 2, or power-of-two scales would meet one size alone
@@ -388,13 +386,12 @@ def load_model(flags, checkpoint):
 
 
 def bench_sqnr(args):
-    out = HERE / "out" / "bench" / f"sqnr-{args.steps}-s{args.seed}"
-    flags = ["--model", "nano", "--recipe", "bf16", "--device", "cpu", "--sample", "0", "--out",
-             str(out), "--steps", str(args.steps), "--seed", str(args.seed)]
-    if not (out / f"ckpt-{args.steps:07d}").exists():
+    out = HERE / "out" / "bench" / "sqnr"
+    flags = ["--out", str(out), *"--model nano --recipe bf16 --device cpu --steps 300".split()]
+    if not (out / "ckpt-0000300").exists():
         train.train(train.parse_args(flags))
-    s, dataset, model = load_model(flags, train.checkpoints(out)[-1])
-    signs, g = ufp4.random_signs(args.seed), torch.Generator().manual_seed(args.seed)
+    s, dataset, model = load_model(flags, out / "ckpt-0000300")
+    signs, g = ufp4.random_signs(0), torch.Generator().manual_seed(0)
     batch = train.get_batch([read_tokens(p) for p in dataset.train], s, s.steps)
     tensors = [{"layer": layer, "operand": operand, "gemm": gemm, "sqnr": all_sqnr(data, signs)}
                for (layer, operand), x in capture(model, *batch).items()
@@ -522,10 +519,9 @@ def bf16_of(job):
 def train_run(args, job):
     """One run of train.py in a process of its own -> its results."""
     out, branch = folder(args, job), weights(args, bf16_of(job))[0]
-    command = [sys.executable, __file__, "train", "--recipe", job["recipe"], "--seed",
-               str(job["seed"]), "--out", str(out), *MODELS[job["model"]], *args.train,
-               "--sample", "0", "--eval-interval", "1000000",
-               "--save-interval", str(int(branch.name[5:]))]
+    command = [sys.executable, __file__, "train", "--recipe", job["recipe"], *MODELS[job["model"]],
+               *args.train, *f"--seed {job['seed']} --sample 0 --eval-interval 1000000".split(),
+               "--save-interval", str(int(branch.name[5:])), "--out", str(out)]
     # A stopped BF16 run starts anew: going on, it might drop the checkpoint to branch from.
     whole = all(path.exists() for path in weights(args, job))
     if train.checkpoints(out) and (whole or job["recipe"] != "bf16"):
@@ -662,12 +658,14 @@ def less(runs, model, recipe, other):
 
 
 def fprop_of(runs, model):
-    """{recipe: (slope and noise of fprop on the BF16 runs' weights, means over seeds)}."""
+    """{recipe: (slope and noise of fprop on the BF16 runs' weights, means over seeds)}, without
+    those of which a run diverged."""
     found = collections.defaultdict(list)
     for r in runs:
         if r["model"] == model and "noise" in r:
             found[r["recipe"]].append((r["slope"], r["noise"]))
-    return {recipe: tuple(map(statistics.mean, zip(*pairs))) for recipe, pairs in found.items()}
+    return {recipe: tuple(map(statistics.mean, zip(*pairs))) for recipe, pairs in found.items()
+            if math.isfinite(contrast(runs, model, {recipe: 1})[0])}
 
 
 # ---- loss: recipes; ablate: one change at a time ------------------------------------------------
@@ -704,9 +702,10 @@ def loss_tables(name, runs, groups):
                                  "loss error / noise, median (smallest to largest)"]]}
     for model in sorted({r["model"] for r in runs}):
         suffix = "" if model == "nano" else f"-{model}"
-        tables[name + suffix] = recipe_table(runs, model, groups, PAPER.get(name, PAPER.get(model)))
+        published = PAPER.get("ablate" if name.startswith("ablate") else model, {})
+        tables[name + suffix] = recipe_table(runs, model, groups, published)
         if all(errors_of(runs, model, recipe) for recipe in CAUSES):
-            tables["cause" + suffix] = cause_table(runs, model)
+            tables[name.replace("ablate", "cause") + suffix] = cause_table(runs, model)
         fprop = fprop_of(runs, model)
         if len(fprop) > 2:
             slope, noise = zip(*fprop.values())
@@ -732,7 +731,7 @@ def recipe_table(runs, model, groups, published):
                      cell(*row, loss="own_loss"), f"{slope:.4f}" if slope else "",
                      f"{100 * noise:.3f}" if noise else ""]
             if any(cells):
-                rows.append([group, f"`{recipe}`", *cells, (published or {}).get(recipe, "")])
+                rows.append([group, f"`{recipe}`", *cells, published.get(recipe, "")])
     return [list(row) for row in zip(*(column for column in zip(*rows) if any(column[1:])))]
 
 
@@ -1105,22 +1104,15 @@ def bench_plan(args):
         print(f"{name:50}{value}")
 
 
-# -------------------------------------------------------------------------------------------------
-
-
 def main(argv=None):
     warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP, in a single process
     parser = argparse.ArgumentParser(description="Each claim, one command.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("bias", "sqnr", "cpu", "dispatch", "kernels", "tune", "scale", "readme"):
-        p = commands.add_parser(name)
-        if name in ("bias", "sqnr"):
-            p.add_argument("--seed", type=int, default=0)
-        if name == "sqnr":
-            p.add_argument("--steps", type=int, default=300, help="to train the model for")
     commands.add_parser("train", add_help=False, help="takes the flags of train.py")
     p = commands.add_parser("plan", help="takes the flags of train.py too")
     p.add_argument("--gpus", type=train.positive, default=1, metavar="N")
+    for name in ("bias", "sqnr", "cpu", "dispatch", "kernels", "tune", "scale", "readme"):
+        commands.add_parser(name)
     models = {"loss": ["nano"], "ablate": ["nano"],
               "scaling": [*SIZES["dense"], *SIZES["moe"], *VARIED]}
     for name in models:
@@ -1134,14 +1126,14 @@ def main(argv=None):
         p.add_argument("--jobs", type=train.positive, metavar="N", help="runs at a time",
                        default=1 if torch.cuda.is_available() else os.cpu_count())
         p.add_argument("--quick", action="store_true", help="300 steps, 2 seeds")
-        p.add_argument("--runs", type=Path, default=HERE / "out" / "bench", help="where runs go")
+        p.set_defaults(runs=HERE / "out" / "bench")
         p.add_argument("train", nargs="*", help="more flags for train.py, after --")
     args, rest = parser.parse_known_args(argv)
     if args.command == "train":
         return train.main(rest)
     if args.command == "plan":
-        args.train, rest = rest, []
-    if rest:
+        args.train = rest
+    elif rest:
         parser.error(f"unknown arguments: {' '.join(rest)}")
     if args.command in ("kernels", "tune"):
         os.environ["UFP4_BACKEND"] = "triton"           # an error rather than the reference
