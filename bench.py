@@ -52,7 +52,6 @@ PAGES = (HERE / "README.md", RESULTS / "README.md")
 
 # ---- Common: results on disk, tables, figures, statistics ---------------------------------------
 
-
 def machine():
     """What measures, and the commit of the code that it runs."""
     cpu, bf16 = train.hardware("cpu")
@@ -60,7 +59,6 @@ def machine():
     return {"cpu": cpu, "cores": os.cpu_count(), "instructions for bfloat16": bf16, "gpu": gpu,
             "torch": torch.__version__, "python": platform.python_version(),
             "commit": train.commit()}
-
 
 def save(name, results):
     """Write data/results/NAME.json: a line for each record, floats with 8 digits."""
@@ -71,14 +69,12 @@ def save(name, results):
     part.write_text("{" + lines.replace("[{", "[\n{").replace("}, {", "},\n{") + "}\n")
     os.replace(part, RESULTS / f"{name}.json")
 
-
 def finish(name, tables, results=None):
     """Print tables {marker in a page: rows of text, the head first}, and save them."""
     for rows in tables.values():
         widths = [max(map(len, column)) for column in zip(*rows)]
         print(*("  ".join(map(str.ljust, row, widths)) for row in rows), "", sep="\n")
     save(name, {**(results or {}), "machine": machine(), "tables": tables})
-
 
 def fill_tables(page):
     """A page's text with each block between <!-- NAME --> and <!-- /NAME --> made anew."""
@@ -94,11 +90,9 @@ def fill_tables(page):
         return "\n".join([f"<!-- {found[1]} -->", *lines, f"<!-- /{found[1]} -->"])
     return re.sub(r"<!-- (\S+) -->\n.*?<!-- /\1 -->", block, page, flags=re.S)
 
-
 def bench_readme(args):
     for page in PAGES:
         page.write_text(fill_tables(page.read_text()))
-
 
 def figure(name, columns, draw, *given, height=3.4):
     """draw(axes, *given) on `columns` axes side by side, into NAME.png."""
@@ -109,10 +103,8 @@ def figure(name, columns, draw, *given, height=3.4):
     draw(axes, *given)
     fig.savefig(RESULTS / f"{name}.png", dpi=80)
 
-
 # The 97.5% quantile of Student's t, by number of values (one more than degrees of freedom)
 STUDENT_T = dict(enumerate((12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262), 2))
-
 
 def interval(values):
     """Mean and half-width of its 95% confidence interval: None for one value, or if one is not
@@ -122,7 +114,6 @@ def interval(values):
         return mean, None
     return mean, STUDENT_T.get(n, 1.96 + 2.5 / (n - 1)) * statistics.stdev(values) / math.sqrt(n)
 
-
 def text(measured, scale=100, digits=2):
     """(mean, half-width) as a cell, in % unless said otherwise; blank for None."""
     if measured is None:
@@ -130,12 +121,10 @@ def text(measured, scale=100, digits=2):
     mean, half = measured
     return f"{scale * mean:.{digits}f}" + ("" if half is None else f" ± {scale * half:.{digits}f}")
 
-
 def spread(values, form="{:.2f}"):
     """Median (smallest to largest) as a cell."""
     middle, low, high = (form.format(f(values)) for f in (statistics.median, min, max))
     return f"{middle} ({low} to {high})"
-
 
 def interleaved(functions, rounds):
     """{name: milliseconds of each call} of functions {name: f} called in turns, after two calls to
@@ -148,9 +137,7 @@ def interleaved(functions, rounds):
             times[name].append(1e3 * (time.perf_counter() - start))
     return {name: ms[2:] for name, ms in times.items()}
 
-
 # ---- Experiments: recipes beside those of ufp4.py, which `bench.py train` knows too -------------
-
 
 @dataclass(frozen=True)
 class Choosing(Quantizer):
@@ -170,7 +157,6 @@ class Choosing(Quantizer):
         (error, first), (other_error, second) = candidate(self.fmt), candidate(self.other)
         return torch.where(other_error < error, second, first).flatten(dim - 1, dim)
 
-
 @dataclass(frozen=True)
 class Sloped(Quantizer):
     """Rounded to nearest, rescaled so that <Q(x), x> / <x, x> is `slope`; SR stays as it is."""
@@ -184,7 +170,6 @@ class Sloped(Quantizer):
         unit = x.abs().amax().clamp(min=2.0**-149)              # so that squares stay in range
         v, x = (q * s * t).flatten(dim - 1, dim) / unit, x / unit
         return q, s, t * (self.slope * (x * x).sum() / (v * x).sum().clamp(min=2.0**-149))
-
 
 @dataclass(frozen=True)
 class Experiment(Recipe):
@@ -200,16 +185,13 @@ class Experiment(Recipe):
             return q
         return self.kind(**{f.name: getattr(q, f.name) for f in fields(q)} | dict(self.more))
 
-
 def experiment(name, like, kind=Quantizer, where="", **more):
     r = RECIPES[like]
     return Experiment(name, r.fmt, r.scale, r.block, r.rht, r.sr, kind=kind, where=where,
                       more=tuple(more.items()))
 
-
 def varied(name, like="ufp4", **changes):
     return replace(RECIPES[like], name=f"{like}-{name}", **changes)
-
 
 # The choices of arXiv 2512.02010 (a block's maximum to 6 or 4) and arXiv 2605.31035 (E2M1 or E1M2),
 # all else as in e2m1
@@ -237,13 +219,11 @@ ABLATIONS = {
     "Hadamard size": [varied(f"rht-block-{n}", rht_block=n) for n in (8, 32)]}
 RECIPES.update({r.name: r for rows in (NEIGHBOURS, *ABLATIONS.values()) for r in rows})
 
-
 # ---- bias: the geometry of shrinkage ------------------------------------------------------------
 
 GRIDS = ("e2m1", "e1m2")
 SCALE_NAMES = {"fp32": "FP32", "e4m3": "E4M3, nearest", "e4m3_up": "E4M3, up",
                "e8m0": "E8M0, OCP's floor", "e8m0_up": "E8M0, up"}
-
 
 def bin_bias(fmt):
     """Mean of rho(t) - t over t spread evenly over each interior bin, beside (l - r) / 2."""
@@ -254,7 +234,6 @@ def bin_bias(fmt):
         measured = (ufp4.round_to_grid(t.float(), f).double() - t).mean().item()
         bins.append({"level": q, "closed": (left - right) / 2, "measured": measured})
     return bins
-
 
 def samples(kind, shape, generator):
     """Test data: shape (R, K) float32."""
@@ -268,11 +247,9 @@ def samples(kind, shape, generator):
         return nn.functional.silu(normal) * torch.randn(shape, generator=generator)
     return normal
 
-
 def sqnr(q, x):
     """Signal to quantization noise in dB, -10 log10(|q - x|^2 / |x|^2), as in the paper."""
     return -10 * math.log10((q - x).double().square().sum() / x.double().square().sum())
-
 
 def slope(q, x):
     """alpha = <Q(x), x> / <x, x> and its standard error, from the spread over rows."""
@@ -280,7 +257,6 @@ def slope(q, x):
     power = x.square().sum()
     alpha = (q * x).sum() / power
     return alpha.item(), (((q - alpha * x) * x).sum(-1).square().sum().sqrt() / power).item()
-
 
 def chain(fmt, depth=128, n=512):
     """X <- Q(X) Q(W)^T again and again, W random orthogonal (so that the exact chain keeps its
@@ -296,7 +272,6 @@ def chain(fmt, depth=128, n=512):
         exact, approx = exact @ w.T, qx @ qw.T
         found.append((slope(approx, exact)[0], math.prod(slopes)))
     return found
-
 
 def bench_bias(args):
     g, shape = torch.Generator().manual_seed(0), (8192, 512)
@@ -320,7 +295,6 @@ def bench_bias(args):
     bins, chains = ({f: make(f) for f in GRIDS} for make in (bin_bias, chain))
     finish("bias", {"slopes": slopes, "scales": scales}, {"bins": bins, "chain": chains})
     figure("bias", 3, draw_bias, bins, chains)
-
 
 def draw_bias(axes, biases, chains):
     bins, bias, depth = axes
@@ -347,19 +321,16 @@ def draw_bias(axes, biases, chains):
     bias.legend(fontsize=8)
     depth.legend(fontsize=8)
 
-
 # ---- sqnr: does the RHT change the preferred grid? (the paper's Q1) -----------------------------
 
 NAMES = {"x": "X", "w": "W", "dy": "dY"}
 CONTRACTED = {"x": ("fprop", "wgrad"), "w": ("fprop", "dgrad"), "dy": ("dgrad", "wgrad")}
 PAPER_SQNR = (21.90, 19.94, 20.00, 23.19)               # linear_fc2's input, in the table's order
 
-
 def all_sqnr(x, signs):
     """SQNR in dB of x (R, K) in blocks along K: E2M1, E1M2, and both with the RHT."""
     return [sqnr(ufp4.fake_quantize(data, f), data) for data in (x, ufp4.rht(x, signs))
             for f in GRIDS]
-
 
 def capture(model, tokens, targets):
     """{(layer, operand): its tensor (rows, columns)}: X, W and dY of every quantizable layer."""
@@ -375,7 +346,6 @@ def capture(model, tokens, targets):
     model(tokens, targets).backward()
     return kept
 
-
 def load_model(flags, checkpoint):
     """(settings, data set, GPT with the checkpoint's weights) of train.py with these flags."""
     s = train.parse_args(flags)
@@ -383,7 +353,6 @@ def load_model(flags, checkpoint):
     model = train.GPT(s, train.make_recipe(s), dataset.vocab_size)
     train.load(checkpoint, {"model": model.state_dict()})               # into the model's tensors
     return s, dataset, model.to(s.device)
-
 
 def bench_sqnr(args):
     out = HERE / "out" / "bench" / "sqnr"
@@ -400,7 +369,6 @@ def bench_sqnr(args):
     finish("sqnr", {"sqnr": sqnr_table(tensors, swiglu)}, {"tensors": tensors})
     figure("sqnr", 3, draw_sqnr, tensors)
 
-
 def sqnr_table(tensors, swiglu):
     """Medians over the layers of a kind, of W over all; of how many the better grid changes."""
     row = lambda name, values, flips="": [name, *(f"{v:.2f}" for v in values), flips]
@@ -416,7 +384,6 @@ def sqnr_table(tensors, swiglu):
                         map(statistics.median, zip(*found)), f"{flips} of {len(found)}"))
     return rows
 
-
 def draw_sqnr(axes, tensors):
     for ax, operand in zip(axes, OPERANDS):
         for r in tensors:
@@ -428,9 +395,7 @@ def draw_sqnr(axes, tensors):
         ax.set(xticks=(0, 1), xticklabels=("without RHT", "with RHT"),
                title=f"{NAMES[operand]} (red: fc2)", ylabel="SQNR of E1M2 less E2M1's, dB")
 
-
 # ---- cpu: what emulation costs; scale: over tokens and experts ----------------------------------
-
 
 def training_step(s, recipe, vocab_size, compiled=lambda model: model):
     """A function that takes a whole step of training a GPT, always on the same random tokens."""
@@ -449,7 +414,6 @@ def training_step(s, recipe, vocab_size, compiled=lambda model: model):
         optimizer.zero_grad(set_to_none=True)
     return step
 
-
 def step_table(configurations):
     """Steps of bf16, ufp4 and e2m1 in turns, for each configuration {name: flags of train.py}."""
     rows = [[f"a step on {machine()['cpu']}, {torch.get_num_threads()} threads", "`bf16`, ms",
@@ -462,7 +426,6 @@ def step_table(configurations):
                      *(spread([a / b for a, b in zip(ms, bf16)]) for ms in ours)])
     return rows
 
-
 def bench_cpu(args):
     rows = step_table({f"`{model}`, {dtype}": f"--model {model} --dtype {dtype}"
                        for model in ("nano", "nano-moe") for dtype in ("float32", "bfloat16")})
@@ -473,13 +436,11 @@ def bench_cpu(args):
         ["`fake_quantize`, 4096 x 4096 float32", "ms"],
         *([name, spread(ms, "{:.0f}")] for name, ms in interleaved(calls, 10).items())]})
 
-
 def bench_scale(args):
     tokens = {f"{256 * b} tokens": f"--model nano --batch-size {b}" for b in (2, 8, 32)}
     experts = {f"2048 tokens, 4 of {e} experts": "--model nano-moe --hidden 32 --top-k 4 "
                f"--experts {e}" for e in (8, 32, 128)}
     finish("scale", {"scale": step_table({**tokens, **experts})})
-
 
 # ---- loss, ablate, scaling: train many small models and compare ---------------------------------
 
@@ -498,23 +459,19 @@ VARIED = {name: [*SIZES["dense"]["dense-64"], *flags] for name, *flags in (
 MODELS = {**{name: ["--model", name] for name in ("nano", "nano-moe", "small", "small-moe")},
           **SIZES["dense"], **SIZES["moe"], **VARIED}
 
-
 def folder(args, job):
     """Where a run goes: with other flags for train.py, such as --quick's, somewhere else."""
     flags = re.sub(r"\W+", "-", " ".join(["", *args.train]))
     return args.runs / ("{model}-{estimator}-{recipe}-s{seed}".format(**job) + flags)
-
 
 def weights(args, job):
     """The checkpoints where others branch from a BF16 run, and at the end of any run."""
     steps = train.parse_args([*MODELS[job["model"]], *args.train]).steps
     return [folder(args, job) / f"ckpt-{n:07d}" for n in (2 * steps // 3, steps)]
 
-
 def bf16_of(job):
     """The run that a job branches from, or is compared with."""
     return {**job, "recipe": "bf16", "estimator": "scratch"}
-
 
 def train_run(args, job):
     """One run of train.py in a process of its own -> its results."""
@@ -537,7 +494,6 @@ def train_run(args, job):
         raise RuntimeError(f"{' '.join(command)} failed: {said}")
     return {"val_loss": train.read_log(out / "log.jsonl")[-1]["val_loss"]}
 
-
 def output_noise(run):
     """(run(), [(slope, noise) of each quantized product in it]): what quantization does to fprop.
     Y = slope X W^T + R with R orthogonal to X W^T; noise = |R|^2 / |X W^T|^2."""
@@ -555,7 +511,6 @@ def output_noise(run):
     finally:
         ufp4.linear = linear
 
-
 def forward_passes(args, job):
     """The parts of a branched run's gap: the loss of its weights in a BF16 forward pass, and of the
     BF16 run's weights in its own, with the slope and noise there, means over the layers."""
@@ -568,11 +523,9 @@ def forward_passes(args, job):
     slope, noise = map(statistics.mean, zip(*found))
     return {"weights_loss": weights_loss, "own_loss": own_loss, "slope": slope, "noise": noise}
 
-
 def key(r):
     """Of a job, and of the record that it leaves."""
     return r["model"], r["recipe"], r["estimator"], r["seed"]
-
 
 def train_all(args, recipes):
     """Run models x seeds x estimators x recipes, less what data/results/NAME.json has -> (NAME,
@@ -630,12 +583,10 @@ def train_all(args, recipes):
             sys.exit(f"bench.py: stopped; the same command goes on from here. {e}")
     return name, results
 
-
 def errors_of(runs, model, recipe, estimator="branched", loss="val_loss"):
     """{seed: BF16-relative loss error} (the paper's, Q2), infinite if the run diverged."""
     return {r["seed"]: math.inf if r["val_loss"] is None else r[loss] / r["bf16_val_loss"] - 1
             for r in runs if key(r)[:3] == (model, recipe, estimator) and loss in r}
-
 
 def contrast(runs, model, weights):
     """Mean and interval of a sum of loss errors, branched, {recipe: weight} over the seeds that
@@ -645,17 +596,14 @@ def contrast(runs, model, weights):
             for seed in sorted(set.intersection(*map(set, errors.values())))]
     return interval(sums) if sums else None
 
-
 def cell(runs, model, recipe, **of):
     """The loss error in % and its number of seeds."""
     errors = errors_of(runs, model, recipe, **of).values()
     return f"{text(interval(list(errors)))} ({len(errors)})" if errors else ""
 
-
 def less(runs, model, recipe, other):
     """The paired difference of two recipes' loss errors in %."""
     return "" if recipe == other else text(contrast(runs, model, {recipe: 1, other: -1}))
-
 
 def fprop_of(runs, model):
     """{recipe: (slope and noise of fprop on the BF16 runs' weights, means over seeds)}, without
@@ -666,7 +614,6 @@ def fprop_of(runs, model):
             found[r["recipe"]].append((r["slope"], r["noise"]))
     return {recipe: tuple(map(statistics.mean, zip(*pairs))) for recipe, pairs in found.items()
             if math.isfinite(contrast(runs, model, {recipe: 1})[0])}
-
 
 # ---- loss: recipes; ablate: one change at a time ------------------------------------------------
 
@@ -682,7 +629,6 @@ PAPER = {"nano": {"ufp4": "0.97", "e2m1": "1.26"}, "nano-moe": {"ufp4": "1.85", 
                     "ufp4-rht-dgrad-wgrad": "+0.44", "ufp4-rht-fprop-wgrad": "+0.25"}}
 CAUSES = ("e2m1-full-rht", "e2m1-debiased", "ufp4-shrunk", "ufp4")
 
-
 def bench_loss(args):
     groups = GROUPS[args.command]
     name, results = train_all(args, [r for recipes in groups.values() for r in recipes])
@@ -691,9 +637,7 @@ def bench_loss(args):
         figure(name if model == "nano" else f"{name}-{model}", 2, draw_loss, results["runs"],
                model, groups, height=3.4 if args.command == "loss" else 7)
 
-
 bench_ablate = bench_loss
-
 
 def loss_tables(name, runs, groups):
     """Of every model in the file."""
@@ -716,7 +660,6 @@ def loss_tables(name, runs, groups):
                 spread([e / n for e, n in zip(error, noise)])])
     return tables
 
-
 def recipe_table(runs, model, groups, published):
     """Without the columns in which nothing was measured."""
     rows = [[f"`{model}`", "loss error, % (seeds)", "from scratch", "branched", "less `e2m1`",
@@ -734,7 +677,6 @@ def recipe_table(runs, model, groups, published):
                 rows.append([group, f"`{recipe}`", *cells, published.get(recipe, "")])
     return [list(row) for row in zip(*(column for column in zip(*rows) if any(column[1:])))]
 
-
 def cause_table(runs, model):
     """Grids x slopes, RHT on all three GEMMs."""
     a, b, c, d = (cell(runs, model, recipe) for recipe in CAUSES)
@@ -745,7 +687,6 @@ def cause_table(runs, model):
             ["effect of the grid", effect(1, 0, -1, 0), effect(0, 1, 0, -1), ""],
             ["mean effects", "of the grid:", effect(0.5, 0.5, -0.5, -0.5),
              effect(0.5, -0.5, 0.5, -0.5)]]
-
 
 def draw_loss(axes, runs, model, groups):
     """Left, loss errors less ufp4's. Right, loss error against the noise of fprop; dashed, the
@@ -773,16 +714,13 @@ def draw_loss(axes, runs, model, groups):
     axes[1].set(xlabel="noise of fprop, % of its outputs' power", ylabel="loss error to BF16, %",
                 title="Loss error against noise")
 
-
 # ---- scaling: against compute -------------------------------------------------------------------
-
 
 def bench_scaling(args):
     name, results = train_all(args, ("ufp4", "e2m1"))
     costs = costs_of(results)
     finish(name, {name: scaling_table(results["runs"], costs)}, results)
     figure(name, 1, draw_scaling, results["runs"], costs)
-
 
 def costs_of(results):
     """{model: (parameters, training FLOPs)} of what was trained: 6 FLOPs for each parameter that a
@@ -795,7 +733,6 @@ def costs_of(results):
         total, active, _ = train.counts(gpt, s)
         costs[model] = total, 6 * active * s.steps * s.batch_size * s.seq_len
     return costs
-
 
 def reduction(runs, models):
     """By what part of itself e2m1's loss error, branched, falls with ufp4, over all pairs of the
@@ -814,7 +751,6 @@ def reduction(runs, models):
         off[s] += (rest / total * w - b) / total
     return 1 - rest / total, interval([v * len(off) for v in off.values()])[1]
 
-
 def change(runs, recipe, log_c):
     """Of the loss error with log10 C, {model: log10 C}: by least squares through the sizes of each
     seed that has all of them; mean and interval."""
@@ -822,7 +758,6 @@ def change(runs, recipe, log_c):
     lines = [statistics.linear_regression([*log_c.values()], [e[seed] for e in errors]).slope
              for seed in set.intersection(*map(set, errors))]
     return interval(lines) if lines else None
-
 
 def scaling_table(runs, costs):
     rows = [["size", "parameters", "FLOPs", "`e2m1`, % (seeds)", "`ufp4`, % (seeds)",
@@ -842,7 +777,6 @@ def scaling_table(runs, costs):
                          text(reduction(runs, log_c), digits=0), "", ""])
     return rows
 
-
 def draw_scaling(ax, runs, costs):
     for kind, style in zip(SIZES, ("o-", "o--")):
         flops = {m: costs[m][1] for m in SIZES[kind] if contrast(runs, m, {"ufp4": 1, "e2m1": 1})}
@@ -853,9 +787,7 @@ def draw_scaling(ax, runs, costs):
     ax.set(xscale="log", xlabel="training FLOPs, 6 N D", ylabel="loss error to BF16, %")
     ax.legend(fontsize=7)
 
-
 # ---- dispatch: what the kernels compile to on GPUs that need not be here ------------------------
-
 
 def calls():
     """{what: two Quantizers of ufp4 and the forms of what they make, for kernels.quantize_plan}."""
@@ -864,7 +796,6 @@ def calls():
             "both orientations, nearest": (q("x", "fprop"), q("x", "wgrad"), packed),
             "both orientations, stochastic": (q("dy", "dgrad"), q("dy", "wgrad"), packed),
             "dY of a layer": (q("dy", "dgrad"), q("dy", "wgrad"), ("decoded", "decoded"))}
-
 
 def lower(kernel, name, arch):
     """Compile for an architecture quantize_kernel for one of calls(), or matmul_kernel for a recipe
@@ -910,7 +841,6 @@ def lower(kernel, name, arch):
         result["per_element"] = len(ops) / (S.TR * S.TC / 128)          # 4 warps share a tile
     return result | {"spills": sum(op.startswith(("STL", "LDL")) for op in ops) if ops else None}
 
-
 def lowering(*call):
     """lower(*call) in a process of its own, without the interpreter: a compiler that fails an
     assertion takes its process along. {"error": its last line} if it fails."""
@@ -920,7 +850,6 @@ def lowering(*call):
                           capture_output=True, env={**env, "TRITON_ALWAYS_COMPILE": "1"})
     lines = (done.stderr if done.returncode else done.stdout).strip().splitlines() or ["it died"]
     return {"error": lines[-1]} if done.returncode else json.loads(lines[-1])
-
 
 def bench_dispatch(args):
     import kernels
@@ -950,7 +879,6 @@ def bench_dispatch(args):
                      *([name, *(cell("{per_element:.1f}, {spills}", "quantize_kernel", name, a)
                                for a in archs)] for name in calls())]})
 
-
 # ---- kernels: speed on a GPU, as ratios to what that GPU can do; tune ---------------------------
 
 SPEEDS = {                              # what is measured, in this order: its target (and aim)
@@ -967,14 +895,12 @@ SPEEDS = {                              # what is measured, in this order: its t
 BILLION = ("--model small --layers 16 --dim 2048 --heads 16 --hidden 5632 --seq-len 2048 "
            "--batch-size 4").split()
 
-
 def gpu_time(f, alone=True):
     """Milliseconds of each call of f(): of the GPU `alone`, or with Python's time."""
     if alone:
         import triton.testing
         return triton.testing.do_bench(f, return_mode="all")
     return interleaved({"": lambda: (f(), torch.cuda.synchronize())}, 30)[""]
-
 
 def kernel_speeds(time, device="cuda", n=8192, layer=(8192, 4096, 4096), vocab_size=50304,
                   models=(["--model", "small"], BILLION), compiled=torch.compile):
@@ -1020,13 +946,11 @@ def kernel_speeds(time, device="cuda", n=8192, layer=(8192, 4096, 4096), vocab_s
                     for r in ("bf16", "ufp4"))
         yield median(ms) / median(base), ms
 
-
 def bench_kernels(args):
     rows = [["on a GPU", "target (aim)", torch.cuda.get_device_name()]]
     for (name, target), (value, ms) in zip(SPEEDS.items(), kernel_speeds(gpu_time)):
         rows.append([name, target, f"{value:.2f}; {spread(ms, '{:.3f}')} ms"])
     finish("kernels", {"kernels": rows})
-
 
 def bench_tune(args):
     """Times calls() in several shapes, of which kernels.SHAPES should have the best."""
@@ -1039,7 +963,6 @@ def bench_tune(args):
         ms = gpu_time(lambda: torch.ops.ufp4.quantize(x, key, plan.name))
         print(f"{spread(ms, '{:.3f}')} ms: {name}, {(*tile, stages, *rest)}", flush=True)
 
-
 # ---- plan: what a run costs, counted, not measured ----------------------------------------------
 
 # Dense peaks in TFLOP/s by path of kernels.route, where another multiplies in BF16; from NVIDIA's
@@ -1047,7 +970,6 @@ def bench_tune(args):
 PEAKS = {"H200": ("sm_90", {"bf16": 989}),
          "B200": ("sm_100", {"bf16": 2250, "fp8": 4500, "fp4": 9000}),
          "B300": ("sm_103", {"bf16": 2250, "fp8": 4500, "fp4": 13500})}
-
 
 def activation_bytes(s, recipe):
     """Bytes a token that the backward pass needs, in BF16 autocast: (of a block, of what follows
@@ -1061,7 +983,6 @@ def activation_bytes(s, recipe):
     bf16 = 6 * s.dim + 3 * mlps * s.hidden + s.top_k * s.dim
     float32 = s.dim * (5 if s.experts else 4)
     return kept * inputs + 2 * bf16 + 4 * float32, (2 + 8) * s.dim + 10 * vocabulary(s.data)
-
 
 def bench_plan(args):
     """What train.py with the flags args.train would take on args.gpus GPUs."""
@@ -1103,7 +1024,6 @@ def bench_plan(args):
     for name, value in rows:
         print(f"{name:50}{value}")
 
-
 def main(argv=None):
     warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP, in a single process
     parser = argparse.ArgumentParser(description="Each claim, one command.")
@@ -1140,7 +1060,6 @@ def main(argv=None):
         if not torch.cuda.is_available():
             parser.error("this measures a GPU, and torch finds none here; see dispatch")
     globals()[f"bench_{args.command}"](args)
-
 
 if __name__ == "__main__":
     main()

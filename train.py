@@ -49,16 +49,13 @@ from data.prepare import encoding, prepare, read_tokens, vocabulary
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # by torchrun
 patient = None                  # a process group that waits for disks and downloads
 
-
 def all_sum(t):
     """Sums a tensor over the ranks, in place."""
     if WORLD > 1:
         dist.all_reduce(t)
     return t
 
-
 # --- The model. B sequences of T tokens, M = B T, C = dim, E experts of width H, k for each token
-
 
 def rope(x, base=10000.0):
     """Rotary position embedding (arXiv 2104.09864): in x (B, heads, T, D), pair (i, i + D/2) of
@@ -69,7 +66,6 @@ def rope(x, base=10000.0):
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
-
 
 class Attention(nn.Module):
     def __init__(self, s, recipe):
@@ -84,7 +80,6 @@ class Attention(nn.Module):
         y = F.scaled_dot_product_attention(rope(q), rope(k), v, is_causal=True)
         return self.proj(y.transpose(1, 2).flatten(-2))
 
-
 class SwiGLU(nn.Module):
     """fc2(silu(gate) * up), gate and up from one GEMM (arXiv 2002.05202)."""
 
@@ -96,7 +91,6 @@ class SwiGLU(nn.Module):
     def forward(self, x):
         gate, up = self.fc1(x).chunk(2, -1)
         return self.fc2(F.silu(gate) * up)
-
 
 class MoE(nn.Module):
     """Fine-grained experts beside a shared one (DeepSeekMoE, arXiv 2401.06066). Dropless: tokens
@@ -146,7 +140,6 @@ class MoE(nn.Module):
         self.load.zero_()
         return worst / mean
 
-
 class Block(nn.Module):
     def __init__(self, s, recipe):
         super().__init__()
@@ -163,7 +156,6 @@ class Block(nn.Module):
         if self.remat and self.training:        # keep x alone; backward draws the same noise again
             return checkpoint(self.layers, x, use_reentrant=False)
         return self.layers(x)
-
 
 class GPT(nn.Module):
     """Pre-norm RMSNorm, RoPE, causal attention, SwiGLU or MoE, no biases, untied head."""
@@ -200,7 +192,6 @@ class GPT(nn.Module):
             return logits
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
-
 # --- Settings: presets, flags
 
 PRESETS = {name: dict(zip(("layers", "dim", "heads", "hidden", "experts", "top_k", "seq_len",
@@ -215,7 +206,6 @@ PRESETS = {name: dict(zip(("layers", "dim", "heads", "hidden", "experts", "top_k
     ("moe-7.9b",   24, 2400, 25,  320, 128, 8, 4096,  512, 50_000, 3e-4, 2000, "fineweb"),
     ("moe-124b",   30, 4096, 32, 1024, 320, 6, 4096, 2048, 60_000, 2e-4, 2000, "fineweb"))}
 
-
 def at_least(low, kind):
     def number(text):
         if not low <= (value := kind(text)) < math.inf:
@@ -223,10 +213,8 @@ def at_least(low, kind):
         return value
     return number
 
-
 def some_of(names):
     return lambda text: {"none": (), "all": names}.get(text, tuple(text.split(",")))
-
 
 positive, natural, real = at_least(1, int), at_least(0, int), at_least(0, float)
 GPU = torch.cuda.is_available()
@@ -272,7 +260,6 @@ RECIPE = {"recipe", "keep_bf16"}                                    # and --bran
 KINDS = {"fmt": ufp4.FORMATS, "scale": ufp4.SCALES, "rht": some_of(ufp4.GEMMS),
          "sr": some_of(ufp4.OPERANDS), "tiles": bool}       # of a Recipe's fields; others: integers
 
-
 def parse_args(argv=None):
     """-> a Namespace of SETTINGS, and .overrides, those fields of the recipe that flags change."""
     p = argparse.ArgumentParser(argument_default=argparse.SUPPRESS)
@@ -316,7 +303,6 @@ def parse_args(argv=None):
         p.error(str(e))
     return s
 
-
 def hardware(device):
     """(name of the GPU or CPU, whether it has instructions for BF16)"""
     if device.startswith("cuda"):
@@ -328,13 +314,11 @@ def hardware(device):
     bf16 = re.search(r"\b(amx_bf16|avx512_bf16|bf16)\b", text)
     return name[1] if name else platform.machine(), bf16 is not None
 
-
 def variant(s):
     """The recipe's name with its overrides, e.g. ufp4-rht.wgrad-sr.none."""
     changed = s.overrides | ({"keep_bf16": s.keep_bf16} if s.keep_bf16 else {})
     text = {k: "+".join(v) or "none" if isinstance(v, tuple) else v for k, v in changed.items()}
     return "-".join([s.recipe, *(f"{k}.{v}" for k, v in text.items())])
-
 
 def make_recipe(s):
     """The named recipe with the overrides given; its random signs follow the seed."""
@@ -343,9 +327,7 @@ def make_recipe(s):
         raise ValueError(f"--{', --'.join(s.overrides)} has no effect on recipe {s.recipe}")
     return dataclasses.replace(recipe, sign_seed=recipe.sign_seed + s.seed, **s.overrides)
 
-
 # --- Data. A batch is a pure function of (seed, step), so a checkpoint's step is its place in it
-
 
 def get_batch(files, s, step, part=0):
     """(tokens, targets) of one part of this rank's share of the step's batch, each (rows, seq_len)
@@ -358,21 +340,17 @@ def get_batch(files, s, step, part=0):
     chosen = np.searchsorted(ends, starts, side="right")
     return windows([(files[f], i - ends[f] + sizes[f]) for f, i in zip(chosen, starts)], s)
 
-
 def windows(rows, s):
     rows = np.stack([tokens[i:i + s.seq_len + 1] for tokens, i in rows]).astype(np.int64)
     rows = torch.from_numpy(rows).to(s.device)
     return rows[:, :-1], rows[:, 1:]
 
-
 # --- Evaluation
-
 
 def autocast(s):
     """BF16 GEMMs if --dtype says so. A cast weight is used once, so none is cached."""
     return torch.autocast(torch.device(s.device).type, torch.bfloat16,
                           enabled=s.dtype == "bfloat16", cache_enabled=False)
-
 
 @torch.no_grad()
 def evaluate(model, tokens, s):
@@ -389,7 +367,6 @@ def evaluate(model, tokens, s):
             total += model(*windows(part or rows[:1], s)) * len(part)
     model.train()
     return all_sum(total).item() / len(rows)
-
 
 @torch.no_grad()
 def report(s, settings, model, val, dataset, val_loss):
@@ -416,9 +393,7 @@ def report(s, settings, model, val, dataset, val_loss):
     except OSError as e:                # GPT-2's vocabulary is a download of tiktoken's
         print(f"no sample, for the vocabulary {dataset.encoding} can't be had: {e}")
 
-
 # --- Checkpoints and the log
-
 
 def stop(message, code=1):
     """End the run with a sentence; all ranks together, of which rank 0 speaks. The others leave
@@ -430,14 +405,11 @@ def stop(message, code=1):
         os._exit(0 if RANK else code)
     sys.exit(0 if RANK else code)
 
-
 def checkpoints(out):
     return sorted(p for p in out.glob("ckpt-*") if p.name[5:].isdigit())    # not a user's copy
 
-
 def state_of(model, optimizer):
     return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
-
 
 def save(out, step, settings, model, optimizer):
     """Write ckpt-STEP, all ranks together, under another name first; drop the third last."""
@@ -451,7 +423,6 @@ def save(out, step, settings, model, optimizer):
         for old in checkpoints(out)[:-2]:
             shutil.rmtree(old)
 
-
 def load(path, state):
     """Read into the tensors of a state dict, sharded over any number of ranks, a checkpoint of any
     number. It holds pickles, which can run code: load no checkpoint that you don't trust."""
@@ -464,7 +435,6 @@ def load(path, state):
         stop(f"{path} is missing, damaged or not a checkpoint of train.py ({reason!r}){hint}")
     return state
 
-
 def record(s, recipe, dataset):
     """A run's settings as JSON: the flags, the row of its recipe, and which data."""
     fields = [f.name for f in dataclasses.fields(recipe) if f.init]
@@ -474,11 +444,9 @@ def record(s, recipe, dataset):
     return json.loads(json.dumps({**flags, **row, "data": data},    # formats, scales: by name
                                  default=lambda v: getattr(v, "name", None) or v.__name__))
 
-
 def differences(settings, saved, may_differ):
     return [f"{k} is {settings.get(k)!r} now and was {saved.get(k)!r}" for k in settings | saved
             if k.partition(".")[0] not in may_differ and settings.get(k) != saved.get(k)]
-
 
 def find_start(s, settings):
     """The checkpoint that --resume or --branch starts from and its step, or (None, 0)."""
@@ -494,7 +462,6 @@ def find_start(s, settings):
     if differ:
         stop(f"{path} belongs to a run with other settings: {'; '.join(differ)}")
     return path, state["step"]
-
 
 def start_log(s, settings, step):
     """Begin log.jsonl; an earlier run's OUT is renamed. On resuming, cut it back to `step`."""
@@ -514,12 +481,10 @@ def start_log(s, settings, step):
     part.write_text("".join(json.dumps(r) + "\n" for r in lines if r.get("step", 0) <= step))
     os.replace(part, log)
 
-
 def read_log(path):
     """What each line of a log says, as far as the lines are whole."""
     lines = path.read_text().splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
-
 
 def commit():
     """The commit of this code, with "-dirty" if it was changed; None if that can't be known."""
@@ -527,7 +492,6 @@ def commit():
     git = shutil.which("git")
     done = git and subprocess.run([git, "-C", Path(__file__).parent, *command], capture_output=True)
     return done.stdout.decode().strip() or None if git else None
-
 
 def bf16_loss(out, settings):
     """Final validation loss of a finished bf16 run beside OUT with the same settings otherwise, or
@@ -542,7 +506,6 @@ def bf16_loss(out, settings):
         except (OSError, ValueError, TypeError, KeyError):      # another program's log, or no run
             continue
 
-
 # --- Training
 
 def counts(model, s):
@@ -554,13 +517,11 @@ def counts(model, s):
     flops = 6 * (total - idle - model.embed.weight.numel()) + 6 * s.seq_len * s.dim * s.layers
     return total, total - idle, flops
 
-
 def peak_flops(s):
     """Dense BF16 FLOP/s of all GPUs, where NVIDIA's data sheet (of the SXM module) is known."""
     peaks = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "B300": 2250e12}
     name = re.search(r"\b(A100|H[12]00|B[23]00)\b", hardware(s.device)[0])
     return WORLD * peaks[name[1]] if name and s.dtype == "bfloat16" else None
-
 
 def learning_rate(step, s):
     """Linear warm-up, then cosine decay to min_lr * lr at the last step."""
@@ -568,7 +529,6 @@ def learning_rate(step, s):
         return s.lr * (step + 1) / s.warmup
     t = (step - s.warmup) / max(1, s.steps - 1 - s.warmup)
     return s.lr * (s.min_lr + (1 - s.min_lr) * 0.5 * (1 + math.cos(math.pi * t)))
-
 
 def build(s, recipe, vocab_size):
     """The model, sharded over the ranks, without values yet, and its optimizer."""
@@ -587,7 +547,6 @@ def build(s, recipe, vocab_size):
               {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0}]
     return model, torch.optim.AdamW(groups, lr=s.lr, betas=(0.9, 0.95), fused=True)
 
-
 def open_data(s):
     """The data set. Rank 0 makes, downloads and checks it, while the others wait."""
     if RANK == 0:
@@ -600,7 +559,6 @@ def open_data(s):
     if WORLD > 1:
         dist.barrier(patient)
     return prepare(s.data)
-
 
 def train(s):
     """Run the settings; returns the final validation loss."""
@@ -683,7 +641,6 @@ def train(s):
     report(s, settings, model, val, dataset, val_loss)
     return val_loss
 
-
 def main(argv=None):
     """Train. What the user can mend is one sentence and exit code 1; 3 if the loss diverged."""
     global patient
@@ -709,7 +666,6 @@ def main(argv=None):
         if WORLD == 1 or not (isinstance(e, dist.DistError) or "gloo" in str(e)):
             raise
         stop("another process has stopped; --resume goes on from the last checkpoint")
-
 
 if __name__ == "__main__":
     main()

@@ -31,7 +31,6 @@ SHAKESPEARE = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/
                "input.txt")
 FINEWEB = "https://huggingface.co/datasets/kjj0/fineweb10B-gpt2/resolve/main"
 
-
 @dataclass
 class Dataset:
     train: list                 # paths of token files
@@ -39,14 +38,12 @@ class Dataset:
     vocab_size: int
     encoding: str               # "bytes" or "gpt2"
 
-
 def encoding(name):
     """The tiktoken Encoding "bytes" (token i is byte i) or "gpt2" (which needs a download)."""
     if name == "bytes":
         return tiktoken.Encoding("bytes", pat_str=r"[^\n]*\n?", special_tokens={},
                                  mergeable_ranks={bytes([i]): i for i in range(256)})
     return tiktoken.get_encoding(name)
-
 
 def write_tokens(path, tokens):
     """Write a token file, atomically. tokens: any sequence of ints under 65536; ValueError if the
@@ -65,11 +62,9 @@ def write_tokens(path, tokens):
         os.fsync(f.fileno())
     os.replace(part, path)
 
-
 def vocabulary(name):
     """Vocabulary of a data set: FineWeb has GPT-2's, text is bytes."""
     return 50257 if name == "fineweb" else 256
-
 
 def read_tokens(path, vocab_size=None):
     """The tokens of a file, memory-mapped: uint16 (n,). With vocab_size all of them are read and
@@ -88,7 +83,6 @@ def read_tokens(path, vocab_size=None):
         raise ValueError(f"{path} has a token {largest}, beyond the vocabulary of {vocab_size}: "
                          "another tokenizer's; delete it and prepare it again")
     return tokens
-
 
 def download(url, path, check=None):
     """Fetch url to path: progress bar, resumed after a break, size and `check(part)` verified,
@@ -129,14 +123,12 @@ def download(url, path, check=None):
             raise OSError(f"what {url} sent is not what it should be, and was deleted: {e}") from e
     os.replace(part, path)
 
-
 def split_bytes(data, name):
     """The last tenth is for validation."""
     cut = len(data) * 9 // 10
     if not data.strip() or not cut:
         raise ValueError(f"{name} holds no text")
     return data[:cut], data[cut:]
-
 
 def stdlib_bytes():
     """The standard library's source, split by file, as the CRC of a file's name says."""
@@ -153,7 +145,6 @@ def stdlib_bytes():
         raise ValueError(f"found no standard library source under {lib}; use --data with a text "
                          "file")
     return b"".join(texts["train"]), b"".join(texts["val"])
-
 
 def prepare(name="python", root=ROOT, shards=1, url=FINEWEB):
     """Make the data set `name` ("python", "shakespeare", "fineweb" or a text file) if it isn't
@@ -192,7 +183,6 @@ def prepare(name="python", root=ROOT, shards=1, url=FINEWEB):
             tokens = np.frombuffer(text, dtype=np.uint8)                # token = byte
             write_tokens(folder / f"{split}.bin", tokens)
     return Dataset([folder / "train.bin"], [folder / "val.bin"], vocabulary(name), "bytes")
-
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Prepare a data set for train.py.")
