@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"        # before triton is imported: its kernels run on the CPU
+    os.environ["TRITON_INTERPRET"] = "1"        # before triton is imported: runs kernels on the CPU
 
 import bench
 import train
