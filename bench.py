@@ -30,6 +30,7 @@ import subprocess
 import sys
 import threading
 import time
+import unittest.mock
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,16 +51,14 @@ PAGES = (HERE / "README.md", RESULTS / "README.md")
 
 def machine():
     """What measures, and the commit of the code that it runs."""
-    cpu, bf16 = train.hardware("cpu")
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {"cpu": cpu, "cores": os.cpu_count(), "instructions for bfloat16": bf16, "gpu": gpu,
+    return {"cpu": train.hardware("cpu")[0], "cores": os.cpu_count(), "gpu": gpu,
             "torch": torch.__version__, "python": platform.python_version(),
             "commit": train.commit()}
 
 def save(name, results):
-    """Write data/results/NAME.json: a line for each record, floats with 8 digits."""
-    digits = json.loads(json.dumps(results), parse_float=lambda text: float(f"{float(text):.8g}"))
-    lines = ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in digits.items())
+    """Write data/results/NAME.json, a line for each record."""
+    lines = ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in results.items())
     RESULTS.mkdir(parents=True, exist_ok=True)
     part = RESULTS / f"{name}.json.tmp"
     part.write_text("{" + lines.replace("[{", "[\n{").replace("}, {", "},\n{") + "}\n")
@@ -103,8 +102,7 @@ def figure(name, columns, draw, *given, height=3.4):
 STUDENT_T = dict(enumerate((12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262), 2))
 
 def interval(values):
-    """Mean and half-width of its 95% confidence interval: None for one value, or if one is not
-    finite."""
+    """Mean and half-width of its 95% interval: None for one value, or if one is not finite."""
     n, mean = len(values), sum(values) / len(values)
     if n < 2 or not math.isfinite(mean):
         return mean, None
@@ -314,16 +312,14 @@ def all_sqnr(x, signs):
 def capture(model, tokens, targets):
     """{(layer, operand): its tensor (rows, columns)}: X, W and dY of every quantizable layer."""
     kept = {}
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, ufp4.Linear)}
-
-    def keep(name, operand, x):
-        kept[name, operand] = x.detach().flatten(0, -2)
-    for name, m in layers.items():
-        keep(name, "w", m.weight)
-        m.register_forward_pre_hook(lambda m, x, name=name: keep(name, "x", x[0]))
-        m.register_full_backward_hook(lambda m, _, dy, name=name: keep(name, "dy", dy[0]))
+    for name, m in model.named_modules():
+        if isinstance(m, ufp4.Linear):
+            kept[name, "w"] = m.weight
+            m.register_forward_pre_hook(lambda m, x, at=(name, "x"): kept.update({at: x[0]}))
+            m.register_full_backward_hook(lambda m, dx, dy, at=(name, "dy"):
+                                          kept.update({at: dy[0]}))
     model(tokens, targets).backward()
-    return kept
+    return {at: x.detach().flatten(0, -2) for at, x in kept.items()}
 
 def load_model(flags, checkpoint):
     """(settings, data set, GPT with the checkpoint's weights) of train.py with these flags."""
@@ -351,7 +347,7 @@ def sqnr_table(tensors):
     rows = [["SQNR, dB", "E2M1", "E1M2", "E2M1, RHT", "E1M2, RHT", "better grid changes"],
             ["the paper's input of fc2", "21.90", "19.94", "20.00", "23.19", ""]]
     groups = collections.defaultdict(list)
-    for r in tensors:
+    for r in (r for r in tensors if r["gemm"] == "fprop" or r["operand"] == "dy"):
         kind = "all layers" if r["operand"] == "w" else r["layer"].rpartition(".")[2]
         groups[f"{r['operand']} of {kind}, {r['gemm']}"].append(r["sqnr"])
     for name, found in groups.items():
@@ -362,21 +358,20 @@ def sqnr_table(tensors):
 
 # ---- cpu: what emulation costs ------------------------------------------------------------------
 
-def training_step(s, recipe, vocab_size, compiled=lambda model: model):
+def training_step(s, recipe, vocab_size):
     """A function that takes a whole step of training a GPT, always on the same random tokens."""
     torch.manual_seed(0)
-    model = train.GPT(s, RECIPES[recipe], vocab_size).to(s.device)
+    model, optimizer = train.build(s, RECIPES[recipe], vocab_size)
     model.init_weights()
     tokens = torch.randint(vocab_size, (s.batch_size, s.seq_len), device=s.device)
-    optimizer, run = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True), compiled(model)
 
     def step():
         with train.autocast(s):
-            loss = run(tokens, tokens)
+            loss = model(tokens, tokens)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
     return step
 
 def bench_cpu(args):
@@ -393,8 +388,8 @@ def bench_cpu(args):
 # ---- loss, ablate, scaling: train many small models and compare ---------------------------------
 
 # What a model is here: flags of train.py. SIZES have nano's steps, batches and learning rate.
-SHAPE = "--model {} --layers {} --dim {} --heads {} --hidden {}"
-SIZES = {kind: {f"{kind}-{shape[1]}": SHAPE.format(preset, *shape).split() for shape in shapes}
+SIZES = {kind: {f"{kind}-{dim}": f"--model {preset} --layers {layers} --dim {dim} --heads {heads} "
+                f"--hidden {hidden}".split() for layers, dim, heads, hidden in shapes}
          for kind, preset, shapes in (
     ("dense", "nano", ((2, 32, 2, 96), (3, 64, 2, 176), (3, 96, 3, 256), (4, 128, 4, 352),
                        (5, 160, 5, 448))),
@@ -453,11 +448,8 @@ def output_noise(run):
         slope = (exact * y).sum() / power
         found.append((slope.item(), ((y - slope * exact).square().sum() / power).item()))
         return y
-    ufp4.linear = compared
-    try:
+    with unittest.mock.patch.object(ufp4, "linear", compared):
         return run(), found
-    finally:
-        ufp4.linear = linear
 
 def forward_passes(args, job):
     """The parts of a branched run's gap: the loss of its weights in a BF16 forward pass, and of the
@@ -477,10 +469,8 @@ def key(r):
 
 def train_all(args, recipes):
     """Run models x seeds x estimators x recipes, less what data/results/NAME.json has -> (NAME,
-    what it then has). A BF16 run is repeated where others need its weights and they are not at
-    hand, as in a fresh clone; so each record has the BF16 loss that it is compared with."""
-    if unknown := set(args.rows or ()) - set(recipes):
-        sys.exit(f"bench.py: no row is called {', '.join(unknown)}, only {', '.join(recipes)}")
+    what it then has). A BF16 run is repeated where others need its weights, but its folder is gone;
+    so each record has the BF16 loss that it is compared with."""
     name = args.command
     if args.quick:
         name, args.seeds, args.estimators = f"{name}-quick", 2, ["branched"]
@@ -572,6 +562,7 @@ PAPER = {"loss": {"ufp4": "0.97", "e2m1": "1.26"},
          "loss-nano-moe": {"ufp4": "1.85", "e2m1": "2.36"},
          "ablate": {"ufp4-rht-none": "+0.60", "ufp4-rht-wgrad": "+0.34", "ufp4-sr-none": "+0.24",
                     "ufp4-rht-dgrad-wgrad": "+0.44", "ufp4-rht-fprop-wgrad": "+0.25"}}
+# Grid x slope, RHT on all three GEMMs: E2M1, which shrinks, and does not; E1M2 likewise
 CAUSES = ("e2m1-full-rht", "e2m1-debiased", "ufp4-shrunk", "ufp4")
 
 def bench_loss(args):
@@ -586,29 +577,33 @@ bench_ablate = bench_loss
 
 def loss_tables(name, runs, groups):
     """Of every model in the file."""
-    tables = {f"noise-{name}": [["recipes of", "correlation of loss error and noise",
-                                 "of loss error and shrinkage",
-                                 "loss error / noise, median (smallest to largest)"]]}
+    cause, noise = f"cause-{name}", f"noise-{name}"
+    tables = {cause: [["loss error, % (seeds)", *(f"`{recipe}`" for recipe in CAUSES),
+                       "effect of the grid", "of shrinking"]],
+              noise: [["recipes of", "correlation of loss error and noise", "and shrinkage",
+                       "loss error / noise"]]}
     for model in sorted({r["model"] for r in runs}):
-        suffix = "" if model == "nano" else f"-{model}"
-        tables[name + suffix] = recipe_table(runs, model, groups, PAPER.get(name + suffix, {}))
+        title = name if model == "nano" else f"{name}-{model}"
+        tables[title] = recipe_table(runs, model, groups, PAPER.get(title, {}))
         if all(errors_of(runs, model, recipe) for recipe in CAUSES):
-            tables[name.replace("ablate", "cause") + suffix] = cause_table(runs, model)
+            tables[cause].append([f"`{model}`", *(cell(runs, model, recipe) for recipe in CAUSES),
+                                  *(text(contrast(runs, model, dict(zip(CAUSES, signs))))
+                                    for signs in ((.5, .5, -.5, -.5), (.5, -.5, .5, -.5)))])
         fprop = fprop_of(runs, model)
         if len(fprop) > 2:
-            slope, noise = zip(*fprop.values())
-            error = [contrast(runs, model, {recipe: 1})[0] for recipe in fprop]
-            tables[f"noise-{name}"].append([
-                f"`{model}`: {len(fprop)}", f"{statistics.correlation(noise, error):.2f}",
-                f"{-statistics.correlation(slope, error):.2f}",
-                spread([e / n for e, n in zip(error, noise)])])
-    return tables
+            slopes, noises = zip(*fprop.values())
+            errors = [contrast(runs, model, {recipe: 1})[0] for recipe in fprop]
+            tables[noise].append([
+                f"`{model}`: {len(fprop)}", f"{statistics.correlation(noises, errors):.2f}",
+                f"{-statistics.correlation(slopes, errors):.2f}",
+                spread([e / n for e, n in zip(errors, noises)])])
+    return {title: rows for title, rows in tables.items() if len(rows) > 1}
 
 def recipe_table(runs, model, groups, published):
     """Without the columns in which nothing was measured."""
-    rows = [[f"`{model}`: loss error, % (seeds)", "recipe", "from scratch", "branched", "less `e2m1`",
-             "less `ufp4`", "of it, in the weights", "forward noise alone", "slope of fprop",
-             "noise of fprop, %", "the paper's"]]
+    rows = [[f"`{model}`: loss error, % (seeds)", "recipe", "from scratch", "branched",
+             "less `e2m1`", "less `ufp4`", "of it, in the weights", "forward noise alone",
+             "slope of fprop", "noise of fprop, %", "the paper's"]]
     fprop = fprop_of(runs, model)
     for group, recipes in groups.items():
         for recipe in recipes:
@@ -620,17 +615,6 @@ def recipe_table(runs, model, groups, published):
             if any(cells):
                 rows.append([group, f"`{recipe}`", *cells, published.get(recipe, "")])
     return [list(row) for row in zip(*(column for column in zip(*rows) if any(column[1:])))]
-
-def cause_table(runs, model):
-    """Grids x slopes, RHT on all three GEMMs."""
-    a, b, c, d = (cell(runs, model, recipe) for recipe in CAUSES)
-    effect = lambda *signs: text(contrast(runs, model, {r: s for r, s in zip(CAUSES, signs) if s}))
-    return [[f"`{model}`: loss error, % (seeds)", "shrinks", "does not", "effect of shrinking"],
-            ["E2M1, RHT on all three GEMMs", a, b, effect(1, -1, 0, 0)],
-            ["E1M2, RHT on all three GEMMs", c, d, effect(0, 0, 1, -1)],
-            ["effect of the grid", effect(1, 0, -1, 0), effect(0, 1, 0, -1), ""],
-            ["mean effects", "of the grid:", effect(0.5, 0.5, -0.5, -0.5),
-             effect(0.5, -0.5, 0.5, -0.5)]]
 
 def draw_loss(axes, runs, model, groups):
     """Left, loss errors less ufp4's. Right, loss error against the noise of fprop. A colour a
@@ -740,8 +724,7 @@ def lower(kernel, name, arch):
     if kernel == "quantize_kernel":
         S = kernels.quantize_plan(*calls()[name], torch.bfloat16)
         constants, options = {"S": S, "amax_ptr": None, "stride_c": 1}, {"maxnreg": S.registers}
-        types = dict(zip(kernels.quantize_kernel.arg_names, (
-            "*bf16 *fp32 *fp32 *i32 *fp32 *i32 *fp32 *i32 i32 i32 i32 i32".split())))
+        types = "*bf16 *fp32 *fp32 *i32 *fp32 *i32 *fp32 *i32 i32 i32 i32 i32".split()
     else:
         q = RECIPES[name].quantizer("x", "fprop")
         swizzled = kernels.quantize_plan(q, None, ("swizzled", ""), torch.bfloat16).rows
@@ -749,11 +732,11 @@ def lower(kernel, name, arch):
         constants, options = {"S": S}, {"num_warps": S.warps, "num_stages": S.stages}
         codes, width = ("u8", S.BK // 2) if S.path == "fp4" else ("i32", S.BK // 8)
         scale, groups = "fp8e4nv" if swizzled.stored == "e4m3" else "u8", S.BK // q.block // 4
-        operands = (f"tensordesc<{t}>" for rows in (S.BM, S.BN) for t in (
-            f"{codes}[{rows}, {width}]", f"{scale}[{rows // 128}, {groups}, 2, 256]"))
-        types = dict(zip(kernels.matmul_kernel.arg_names, (
-            *operands, *"*bf16 *fp32 *fp32 i32 i32 i32".split())))
-    function, types = getattr(kernels, kernel), types | dict.fromkeys(constants, "constexpr")
+        types = [f"tensordesc<{t}>" for rows in (S.BM, S.BN) for t in (
+            f"{codes}[{rows}, {width}]", f"{scale}[{rows // 128}, {groups}, 2, 256]")]
+        types += "*bf16 *fp32 *fp32 i32 i32 i32".split()
+    function = getattr(kernels, kernel)
+    types = dict(zip(function.arg_names, types)) | dict.fromkeys(constants, "constexpr")
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(function.arg_names)
                if types[n][0] in "*i" and n not in ("a_t_ptr", "b_t_ptr")}
     cuda = arch.startswith("sm_")
@@ -774,41 +757,38 @@ def lower(kernel, name, arch):
 def lowering(*call):
     """lower(*call) in a process of its own, without the interpreter: a compiler that fails an
     assertion takes its process along. {"error": its last line} if it fails."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_ALWAYS_COMPILE": "1"}
     code = "import json, sys, bench; print(json.dumps(bench.lower(*json.loads(sys.argv[1]))))"
     done = subprocess.run([sys.executable, "-c", code, json.dumps(call)], cwd=HERE, text=True,
-                          capture_output=True, env={**env, "TRITON_ALWAYS_COMPILE": "1"})
+                          capture_output=True, env=env)
     lines = (done.stderr if done.returncode else done.stdout).strip().splitlines() or ["it died"]
     return {"error": lines[-1]} if done.returncode else json.loads(lines[-1])
 
 def bench_dispatch(args):
     import kernels
-    recipes, cards = ("ufp4-e4m3", "ufp4-mx", "nvfp4", "mxfp4"), ("sm_80", "sm_90", "sm_100")
-    paths = {(r, a): kernels.route(RECIPES[r], a)[0] for r in recipes
-             for a in ("sm_90", "sm_100", "sm_120", "gfx950")}
-    jobs = [("matmul_kernel", *at) for at, path in paths.items() if path != "cublas"]
-    jobs += [("quantize_kernel", name, a) for name in calls() for a in cards]
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = dict(zip(jobs, pool.map(lambda job: lowering(*job), jobs)))
+    recipes, archs = ("ufp4-e4m3", "ufp4-mx", "nvfp4", "mxfp4"), ("sm_80", "sm_90", "sm_100")
 
-    def cell(form, *job):
-        return found[job].get("error") or form.format(**found[job])
-    version = f"(Triton {kernels.triton.__version__})"
+    def product(recipe, arch):
+        path = kernels.route(RECIPES[recipe], arch)[0]
+        if path == "cublas":
+            return path
+        r = lowering("matmul_kernel", recipe, arch)
+        return r.get("error") or f"{path}: {r['instruction']}, {r['count']}"
+
+    def quantizer(name, arch):
+        r = lowering("quantize_kernel", name, arch)
+        return r.get("error") or f"{r['per_element']:.1f}, {r['spills']}"
+    version, again = f"(Triton {kernels.triton.__version__})", itertools.repeat
     dispatch = [[f"path: instruction, count {version}", *(f"`{r}`" for r in recipes)]]
-    for arch in dict.fromkeys(a for _, a in paths):
-        dispatch.append([arch, *(path if path == "cublas" else cell(
-            path + ": {instruction}, {count}", "matmul_kernel", recipe, a)
-            for (recipe, a), path in paths.items() if a == arch)])
-    quantize = [[f"instructions an element, spills {version}", *cards]]
-    for name in calls():
-        quantize.append([name, *(cell("{per_element:.1f}, {spills}", "quantize_kernel", name, a)
-                                 for a in cards)])
+    quantize = [[f"instructions an element, spills {version}", *archs]]
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        for arch in ("sm_90", "sm_100", "sm_120", "gfx950"):
+            dispatch.append([arch, *pool.map(product, recipes, again(arch))])
+        for name in calls():
+            quantize.append([name, *pool.map(quantizer, again(name), archs)])
     finish("dispatch", {"dispatch": dispatch, "quantize": quantize})
 
 # ---- kernels: speed on a GPU, as ratios to what that GPU can do; tune ---------------------------
-
-BILLION = ("--model small --layers 16 --dim 2048 --heads 16 --hidden 5632 --seq-len 2048 "
-           "--batch-size 4").split()
 
 def gpu_time(f, alone=True):
     """Milliseconds of each call of f(): of the GPU `alone`, or with Python's time."""
@@ -821,52 +801,53 @@ def bench_kernels(args):
     import kernels
     rows, median = [["on a GPU", "target (aim)", torch.cuda.get_device_name()]], statistics.median
 
-    def row(name, target, ms, value):
-        rows.append([name, target, f"{value:.2f}; {spread(ms, '{:.3f}')} ms"])
-
-    def randn(*shape):
-        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+    def row(name, target, f, value, alone=True):
+        """Times f; value(milliseconds) is what is aimed at."""
+        ms = gpu_time(f, alone)
+        rows.append([name, target, f"{value(median(ms)):.2f}; {spread(ms, '{:.3f}')} ms"])
 
     def quantize(call, x):
         return torch.ops.ufp4.quantize(x, key, kernels.quantize_plan(*call, x.dtype).name)
-    x, w, y, key = randn(8192, 8192), randn(8192, 8192), randn(8192, 8192), ufp4.random_key("cuda")
+    on_gpu, key = {"device": "cuda", "dtype": torch.bfloat16}, ufp4.random_key("cuda")
+    x, w, y = (torch.randn(8192, 8192, **on_gpu) for _ in range(3))
     copied = 2 * x.nbytes / median(gpu_time(lambda: y.copy_(x)))            # bytes a millisecond
     targets = "at least 0.75 (0.85)", "at least 0.55 (0.75)", "at least 0.40 (0.55)"
     for (name, call), target in zip(calls().items(), targets):
         moved = x.nbytes + sum(t.nbytes for t in quantize(call, x))
-        ms = gpu_time(lambda: quantize(call, x))
-        row(f"quantize, {name}: share of copy bandwidth", target, ms, moved / median(ms) / copied)
+        row(f"quantize, {name}: share of copy bandwidth", target, lambda: quantize(call, x),
+            lambda ms: moved / ms / copied)
     rotated = calls()["one orientation, nearest"]
     plain = replace(rotated[0], signs=None), *rotated[1:]
-    h = torch.tensor(rotated[0].signs)[:, None] * ufp4.hadamard(16)
-    h, alone = h.to(x), median(gpu_time(lambda: quantize(plain, x)))
-    ms = gpu_time(lambda: quantize(rotated, x))
-    row("RHT + quantize in one kernel / quantize alone", "at most 1.06 (1.02), the paper's", ms,
-        median(ms) / alone)
-    ms = gpu_time(lambda: quantize(plain, (x.view(-1, 16) @ h).view(x.shape)))
-    row("RHT, then quantize / quantize alone", "the paper's 1.62", ms, median(ms) / alone)
+    unrotated = median(gpu_time(lambda: quantize(plain, x)))
+    row("RHT + quantize in one kernel / quantize alone", "at most 1.06 (1.02), the paper's",
+        lambda: quantize(rotated, x), lambda ms: ms / unrotated)
+    h = (torch.tensor(rotated[0].signs)[:, None] * ufp4.hadamard(16)).to(x)
+    row("RHT, then quantize / quantize alone", "the paper's 1.62",
+        lambda: quantize(plain, (x.view(-1, 16) @ h).view(x.shape)), lambda ms: ms / unrotated)
     name = kernels.quantize_plan(*rotated, x.dtype).rows.name
     a, b = (kernels.Packed(*quantize(rotated, t)[:2], None, name, x.dtype) for t in (x, w))
-    ms = gpu_time(lambda: kernels.matmul(a, b))
-    row("packed GEMM, decoded for cuBLAS: share of cuBLAS bf16", "at least 0.55", ms,
-        median(gpu_time(lambda: torch.mm(x, w.T, out=y))) / median(ms))
+    cublas = median(gpu_time(lambda: torch.mm(x, w.T, out=y)))
+    row("packed GEMM, decoded for cuBLAS: share of cuBLAS bf16", "at least 0.55",
+        lambda: kernels.matmul(a, b), lambda ms: cublas / ms)
 
-    def against_bf16(name, target, functions, alone=False):
-        base, ms = (gpu_time(f, alone) for f in functions)
-        row(f"{name}, `ufp4` / bf16", target, ms, median(ms) / median(base))
-    v, dy = randn(8192, 4096).requires_grad_(), randn(8192, 4096)
-    layers = [ufp4.Linear(4096, 4096, bias=False, device="cuda", dtype=x.dtype, recipe=recipe)
-              for recipe in ("bf16", "ufp4")]
+    def against_bf16(name, target, bf16, ours, alone=False):
+        base = median(gpu_time(bf16, alone))
+        row(f"{name}, `ufp4` / bf16", target, ours, lambda ms: ms / base, alone)
+    v, dy = (torch.randn(8192, 4096, **on_gpu) for _ in range(2))
+    v.requires_grad_()
+    layers = [ufp4.Linear(4096, 4096, bias=False, **on_gpu, recipe=r) for r in ("bf16", "ufp4")]
     passes = [lambda layer=layer: torch.autograd.grad(layer(v), (v, layer.weight), dy)
               for layer in layers]
-    against_bf16("linear layer, forward + backward", "at most 1.30 (1.15)", passes)
-    against_bf16("the same, of the GPU's time alone", "", passes, alone=True)
-    for name, target, flags in (("`small`", "at most 1.6 (1.3)", ["--model", "small"]),
-                                ("1B parameters", "at most 1.3 (1.15)", BILLION)):
-        s = train.parse_args([*flags, "--device", "cuda", "--dtype", "bfloat16"])
+    against_bf16("linear layer, forward + backward", "at most 1.30 (1.15)", *passes)
+    against_bf16("the same, of the GPU's time alone", "", *passes, alone=True)
+    for name, target, flags in (
+            ("`small`", "at most 1.6 (1.3)", "--model small"),
+            ("1B parameters", "at most 1.3 (1.15)", "--model small --layers 16 --dim 2048 "
+             "--heads 16 --hidden 5632 --seq-len 2048 --batch-size 4")):
+        s = train.parse_args(f"{flags} --compile --device cuda --dtype bfloat16".split())
         torch.compiler.reset()          # or this model's sizes would be variables after another's
-        against_bf16(f"training step, {name}, compiled", target, (
-            training_step(s, recipe, 50304, torch.compile) for recipe in ("bf16", "ufp4")))
+        against_bf16(f"training step, {name}, compiled", target,
+                     *(training_step(s, recipe, 50304) for recipe in ("bf16", "ufp4")))
     finish("kernels", {"kernels": rows})
 
 def bench_tune(args):
@@ -883,10 +864,9 @@ def bench_tune(args):
 # ---- plan: what a run costs, counted, not measured ----------------------------------------------
 
 # Dense peaks in TFLOP/s by path of kernels.route, where another multiplies in BF16; from NVIDIA's
-# data sheets: H200 (half the figures with sparsity), an eighth of HGX B200's and HGX B300's.
+# data sheets: H200 (half the figures with sparsity), an eighth of HGX B200's.
 PEAKS = {"H200": ("sm_90", {"bf16": 989}),
-         "B200": ("sm_100", {"bf16": 2250, "fp8": 4500, "fp4": 9000}),
-         "B300": ("sm_103", {"bf16": 2250, "fp8": 4500, "fp4": 13500})}
+         "B200": ("sm_100", {"bf16": 2250, "fp8": 4500, "fp4": 9000})}
 
 def activation_bytes(s, recipe):
     """Bytes a token that the backward pass needs, in BF16 autocast: (of a block, of what follows
@@ -896,17 +876,14 @@ def activation_bytes(s, recipe):
     kept = 2 if recipe.fmt is None else 0.5 + scale_bytes / recipe.block
     mlps = s.top_k + 1                                  # with the shared one; or the only one
     inputs = 2 * s.dim + mlps * (s.dim + s.hidden)
-    bf16 = 6 * s.dim + 3 * mlps * s.hidden + s.top_k * s.dim
-    float32 = s.dim * (5 if s.experts else 4)
+    bf16 = 6 * s.dim + 3 * mlps * s.hidden + s.top_k * s.dim            # with what a mixture sums
+    float32 = 5 * s.dim if s.experts else 4 * s.dim
     return kept * inputs + 2 * bf16 + 4 * float32, (2 + 8) * s.dim + 10 * vocabulary(s.data)
 
 def bench_plan(args):
     """What train.py with the flags args.train would take on args.gpus GPUs."""
     import kernels
     s, gpus = train.parse_args(args.train), args.gpus
-    if s.batch_size % (gpus * s.grad_accum):
-        sys.exit(f"bench.py: --batch-size {s.batch_size} must be a multiple of {gpus} GPUs x "
-                 f"--grad-accum {s.grad_accum}")
     recipe = train.make_recipe(s)
     with torch.device("meta"):
         model = train.GPT(s, recipe, vocabulary(s.data))
@@ -917,8 +894,7 @@ def bench_plan(args):
     block, ends = activation_bytes(s, recipe)
     tokens = s.batch_size * s.seq_len // (gpus * s.grad_accum)
     kept = 4 * s.dim * s.layers + block if s.remat else block * s.layers
-    # A layer without quantization needs its weights in BF16 until the backward pass has used them.
-    cast = s.layers if recipe.fmt is None else s.keep_bf16
+    cast = s.layers if recipe.fmt is None else s.keep_bf16      # layers that multiply in BF16
     sizes = {"weights and gradients, float32": 8 * total / gpus,
              "state of AdamW, float32": 8 * total / gpus,
              # by FSDP: embedding, head and their gradients; two blocks, and the gradient of one
@@ -953,10 +929,10 @@ def main(argv=None):
         p = commands.add_parser(name, allow_abbrev=False)
         p.add_argument("--models", nargs="+", default=models[name], choices=MODELS)
         p.add_argument("--seeds", type=train.positive, default=5, metavar="N")
-        p.add_argument("--rows", nargs="+", help="some of the table's recipes")
-        p.add_argument("--estimators", nargs="+", choices=("branched", "scratch"),
-                       default=["branched"], help="branched: the last third of the steps, from the "
-                       "BF16 run's checkpoint; scratch: whole runs, from the same weights")
+        p.add_argument("--rows", nargs="+", choices=RECIPES, help="some of the table's recipes")
+        p.add_argument("--estimators", nargs="+", choices=("scratch", "branched"),
+                       default=["branched"], help="whole runs; or the last third of the steps, "
+                       "from the BF16 run's checkpoint")
         p.add_argument("--jobs", type=train.positive, metavar="N", help="runs at a time",
                        default=1 if torch.cuda.is_available() else os.cpu_count())
         p.add_argument("--quick", action="store_true", help="300 steps, 2 seeds")
