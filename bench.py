@@ -3,7 +3,6 @@
     python bench.py bias        the grids: bias of each bin, slopes, how it compounds (1 min)
     python bench.py sqnr        which grid suits a trained model's tensors, and the RHT (3 min)
     python bench.py cpu         what emulation costs on this CPU, against BF16 steps (5 min)
-    python bench.py scale       the same over tokens and experts (5 min)
     python bench.py loss        what recipes cost in loss, paired seeds (hours; --quick: a look)
     python bench.py ablate      the same, one change at a time
     python bench.py scaling     the same against compute: five sizes, dense and mixtures
@@ -14,14 +13,12 @@
     python bench.py train       train.py with the recipes below besides its own
     python bench.py readme      write the tables of both README.md anew
 
-A command prints its tables, saves them with the numbers behind them in data/results/NAME.json and
-draws NAME.png; `readme` copies the same tables into the pages. loss, ablate and scaling save each
-run as it ends and go on where they stopped.
+A command prints its tables and saves them, with the numbers behind them, in data/results/NAME.json;
+some draw NAME.png. loss, ablate and scaling save each run as it ends, and go on where they stopped.
 """
 import argparse
 import collections
 import concurrent.futures
-import functools
 import itertools
 import json
 import math
@@ -31,11 +28,11 @@ import re
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
+import unittest.mock
 import warnings
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -54,16 +51,14 @@ PAGES = (HERE / "README.md", RESULTS / "README.md")
 
 def machine():
     """What measures, and the commit of the code that it runs."""
-    cpu, bf16 = train.hardware("cpu")
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {"cpu": cpu, "cores": os.cpu_count(), "instructions for bfloat16": bf16, "gpu": gpu,
+    return {"cpu": train.hardware("cpu")[0], "cores": os.cpu_count(), "gpu": gpu,
             "torch": torch.__version__, "python": platform.python_version(),
             "commit": train.commit()}
 
 def save(name, results):
-    """Write data/results/NAME.json: a line for each record, floats with 8 digits."""
-    digits = json.loads(json.dumps(results), parse_float=lambda text: float(f"{float(text):.8g}"))
-    lines = ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in digits.items())
+    """Write data/results/NAME.json, a line for each record."""
+    lines = ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in results.items())
     RESULTS.mkdir(parents=True, exist_ok=True)
     part = RESULTS / f"{name}.json.tmp"
     part.write_text("{" + lines.replace("[{", "[\n{").replace("}, {", "},\n{") + "}\n")
@@ -107,19 +102,18 @@ def figure(name, columns, draw, *given, height=3.4):
 STUDENT_T = dict(enumerate((12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262), 2))
 
 def interval(values):
-    """Mean and half-width of its 95% confidence interval: None for one value, or if one is not
-    finite."""
+    """Mean and half-width of its 95% interval: None for one value, or if one is not finite."""
     n, mean = len(values), sum(values) / len(values)
     if n < 2 or not math.isfinite(mean):
         return mean, None
     return mean, STUDENT_T.get(n, 1.96 + 2.5 / (n - 1)) * statistics.stdev(values) / math.sqrt(n)
 
-def text(measured, scale=100, digits=2):
-    """(mean, half-width) as a cell, in % unless said otherwise; blank for None."""
+def text(measured, digits=2):
+    """(mean, half-width) as a cell in %; blank for None."""
     if measured is None:
         return ""
     mean, half = measured
-    return f"{scale * mean:.{digits}f}" + ("" if half is None else f" ± {scale * half:.{digits}f}")
+    return f"{100 * mean:.{digits}f}" + ("" if half is None else f" ± {100 * half:.{digits}f}")
 
 def spread(values, form="{:.2f}"):
     """Median (smallest to largest) as a cell."""
@@ -147,14 +141,13 @@ class Choosing(Quantizer):
 
     def __call__(self, x, noise=None, dim=-1):
         x = x.float() if self.signs is None else ufp4.rht(x, self.signs, dim)
-        blocks = lambda v: v.unflatten(dim, (-1, self.block))
-
-        def candidate(fmt):
-            nearest = Quantizer(fmt, self.scale, self.block)
-            error = (blocks(nearest(x, None, dim)) - blocks(x)).double() ** 2
-            q = Quantizer(fmt, self.scale, self.block, stochastic=self.stochastic)
-            return error.sum(dim, keepdim=True), blocks(q(x, noise, dim))
-        (error, first), (other_error, second) = candidate(self.fmt), candidate(self.other)
+        blocks, found = lambda v: v.unflatten(dim, (-1, self.block)), []
+        for fmt in (self.fmt, self.other):
+            q = Quantizer(fmt, self.scale, self.block)
+            error = blocks(q(x, None, dim) - x).double().square().sum(dim, keepdim=True)
+            q = replace(q, stochastic=self.stochastic)
+            found.append((error, blocks(q(x, noise, dim))))
+        (error, first), (other_error, second) = found
         return torch.where(other_error < error, second, first).flatten(dim - 1, dim)
 
 @dataclass(frozen=True)
@@ -162,14 +155,13 @@ class Sloped(Quantizer):
     """Rounded to nearest, rescaled so that <Q(x), x> / <x, x> is `slope`; SR stays as it is."""
     slope: float = 1.0
 
-    def snap(self, x, noise=None, dim=-1):
-        q, s, t = super().snap(x, noise, dim)
+    def __call__(self, x, noise=None, dim=-1):
+        q = super().__call__(x, noise, dim)
         if self.stochastic:
-            return q, s, t
-        x = x.float() if self.signs is None else ufp4.rht(x, self.signs, dim)
-        unit = x.abs().amax().clamp(min=2.0**-149)              # so that squares stay in range
-        v, x = (q * s * t).flatten(dim - 1, dim) / unit, x / unit
-        return q, s, t * (self.slope * (x * x).sum() / (v * x).sum().clamp(min=2.0**-149))
+            return q
+        x = (x if self.signs is None else ufp4.rht(x, self.signs, dim)).double()
+        factor = self.slope * x.square().sum() / (q * x).sum().clamp(min=1e-300)    # zeros: 0
+        return q * factor.float()
 
 @dataclass(frozen=True)
 class Experiment(Recipe):
@@ -183,7 +175,7 @@ class Experiment(Recipe):
         q = super().quantizer(operand, gemm)
         if self.where not in ("", operand, gemm):
             return q
-        return self.kind(**{f.name: getattr(q, f.name) for f in fields(q)} | dict(self.more))
+        return self.kind(**vars(q) | dict(self.more))
 
 def experiment(name, like, kind=Quantizer, where="", **more):
     r = RECIPES[like]
@@ -195,7 +187,7 @@ def varied(name, like="ufp4", **changes):
 
 # The choices of arXiv 2512.02010 (a block's maximum to 6 or 4) and arXiv 2605.31035 (E2M1 or E1M2),
 # all else as in e2m1
-NEIGHBOURS = [experiment("four-over-six", "e2m1", Choosing, other=ufp4.E2M1_MAX4),
+NEIGHBOURS = [experiment("four-over-six", "e2m1", Choosing, other=FORMATS["e2m1-max4"]),
               experiment("mixfp4", "e2m1", Choosing, other=ufp4.E1M2)]
 # {what differs from ufp4: recipes}
 ABLATIONS = {
@@ -222,8 +214,6 @@ RECIPES.update({r.name: r for rows in (NEIGHBOURS, *ABLATIONS.values()) for r in
 # ---- bias: the geometry of shrinkage ------------------------------------------------------------
 
 GRIDS = ("e2m1", "e1m2")
-SCALE_NAMES = {"fp32": "FP32", "e4m3": "E4M3, nearest", "e4m3_up": "E4M3, up",
-               "e8m0": "E8M0, OCP's floor", "e8m0_up": "E8M0, up"}
 
 def bin_bias(fmt):
     """Mean of rho(t) - t over t spread evenly over each interior bin, beside (l - r) / 2."""
@@ -234,18 +224,6 @@ def bin_bias(fmt):
         measured = (ufp4.round_to_grid(t.float(), f).double() - t).mean().item()
         bins.append({"level": q, "closed": (left - right) / 2, "measured": measured})
     return bins
-
-def samples(kind, shape, generator):
-    """Test data: shape (R, K) float32."""
-    normal = torch.randn(shape, generator=generator)
-    if kind == "Laplace":
-        uniform = torch.rand(shape, generator=generator).clamp(1e-7, 1 - 1e-7)
-        return torch.distributions.Laplace(0.0, 1.0).icdf(uniform)
-    if kind == "Student t, 3 d.f.":                     # a normal over the RMS of three others
-        return normal / torch.randn((3, *shape), generator=generator).square().mean(0).sqrt()
-    if kind == "SwiGLU-like":
-        return nn.functional.silu(normal) * torch.randn(shape, generator=generator)
-    return normal
 
 def sqnr(q, x):
     """Signal to quantization noise in dB, -10 log10(|q - x|^2 / |x|^2), as in the paper."""
@@ -275,19 +253,20 @@ def chain(fmt, depth=128, n=512):
 
 def bench_bias(args):
     g, shape = torch.Generator().manual_seed(0), (8192, 512)
+    x, gate, up = (torch.randn(shape, generator=g) for _ in range(3))
     cell = lambda q, x: "{:.4f} ± {:.4f}".format(slope(q, x)[0], 2 * slope(q, x)[1])
-    slopes = [["slope alpha ± two standard errors, FP32 scales", "E2M1", "E1M2"]]
-    for kind in ("Gaussian", "Laplace", "Student t, 3 d.f.", "SwiGLU-like"):
-        x = samples(kind, shape, g)
-        rotated = ufp4.rht(x, ufp4.random_signs(0))
-        for name, data in ((kind, x), (f"{kind}, RHT", rotated)):
-            slopes.append([name, *(cell(ufp4.fake_quantize(data, f), data) for f in GRIDS)])
+    slopes = [["slope alpha ± two standard errors, FP32 scales", "E2M1", "E1M2"],
+              ["Gaussian, in closed form",
+               *(f"{ufp4.gaussian_slope(FORMATS[f].levels):.4f}" for f in GRIDS)]]
+    for kind, data in (("Gaussian", x), ("SwiGLU-like", nn.functional.silu(gate) * up)):
+        for name, v in ((kind, data), (f"{kind}, RHT", ufp4.rht(data, ufp4.random_signs(0)))):
+            slopes.append([name, *(cell(ufp4.fake_quantize(v, f), v) for f in GRIDS)])
     # rows of sizes spread over a factor of 2, or power-of-two scales would meet one size alone
-    x = samples("Gaussian", shape, g) * torch.rand((shape[0], 1), generator=g).exp2()
+    x = x * torch.rand((shape[0], 1), generator=g).exp2()
     scales = [["block scales", *(f"{f.upper()} {what}" for f in GRIDS
                                  for what in ("nearest", "SR", "SQNR, dB"))]]
-    for scale, name in SCALE_NAMES.items():
-        scales.append([name])
+    for scale in ufp4.SCALES:
+        scales.append([f"`{scale}`"])
         for f in GRIDS:
             nearest = ufp4.fake_quantize(x, f, scale)
             noisy = ufp4.fake_quantize(x, f, scale, stochastic=True, generator=g)
@@ -300,9 +279,9 @@ def draw_bias(axes, biases, chains):
     bins, bias, depth = axes
     for y, f, color in ((1, "e2m1", "C3"), (0, "e1m2", "C0")):
         levels = [q / FORMATS[f].max for q in FORMATS[f].levels]
-        edges = [0] + [(a + b) / 2 for a, b in zip(levels, levels[1:])] + [1]
-        for i, (a, b) in enumerate(zip(edges, edges[1:])):
-            bins.fill_betweenx((y - 0.25, y + 0.25), a, b, color=f"C{1 - i % 2}", alpha=0.35, lw=0)
+        edges = [0, *((a + b) / 2 for a, b in zip(levels, levels[1:])), 1]
+        bins.stairs([y + 0.25] * 8, edges, baseline=y - 0.25, fill=True, color=color, alpha=0.3)
+        bins.vlines(edges, y - 0.25, y + 0.25, color="w", lw=3)
         bins.vlines(levels, y - 0.33, y + 0.33, color="k", lw=1.5)
         at, closed, measured = ([r[k] / FORMATS[f].max for r in biases[f]]
                                 for k in ("level", "closed", "measured"))
@@ -318,14 +297,12 @@ def draw_bias(axes, biases, chains):
              title="Bias of each bin")
     depth.set(xlabel="quantized GEMMs in a row", ylabel="attenuation of the signal",
               title="Shrinkage compounds")
-    bias.legend(fontsize=8)
-    depth.legend(fontsize=8)
+    for ax in (bias, depth):
+        ax.legend(fontsize=8)
 
 # ---- sqnr: does the RHT change the preferred grid? (the paper's Q1) -----------------------------
 
-NAMES = {"x": "X", "w": "W", "dy": "dY"}
 CONTRACTED = {"x": ("fprop", "wgrad"), "w": ("fprop", "dgrad"), "dy": ("dgrad", "wgrad")}
-PAPER_SQNR = (21.90, 19.94, 20.00, 23.19)               # linear_fc2's input, in the table's order
 
 def all_sqnr(x, signs):
     """SQNR in dB of x (R, K) in blocks along K: E2M1, E1M2, and both with the RHT."""
@@ -335,16 +312,14 @@ def all_sqnr(x, signs):
 def capture(model, tokens, targets):
     """{(layer, operand): its tensor (rows, columns)}: X, W and dY of every quantizable layer."""
     kept = {}
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, ufp4.Linear)}
-
-    def keep(name, operand, x):
-        kept[name, operand] = x.detach().flatten(0, -2)
-    for name, m in layers.items():
-        keep(name, "w", m.weight)
-        m.register_forward_pre_hook(lambda m, x, name=name: keep(name, "x", x[0]))
-        m.register_full_backward_hook(lambda m, _, dy, name=name: keep(name, "dy", dy[0]))
+    for name, m in model.named_modules():
+        if isinstance(m, ufp4.Linear):
+            kept[name, "w"] = m.weight
+            m.register_forward_pre_hook(lambda m, x, at=(name, "x"): kept.update({at: x[0]}))
+            m.register_full_backward_hook(lambda m, dx, dy, at=(name, "dy"):
+                                          kept.update({at: dy[0]}))
     model(tokens, targets).backward()
-    return kept
+    return {at: x.detach().flatten(0, -2) for at, x in kept.items()}
 
 def load_model(flags, checkpoint):
     """(settings, data set, GPT with the checkpoint's weights) of train.py with these flags."""
@@ -360,93 +335,61 @@ def bench_sqnr(args):
     if not (out / "ckpt-0000300").exists():
         train.train(train.parse_args(flags))
     s, dataset, model = load_model(flags, out / "ckpt-0000300")
-    signs, g = ufp4.random_signs(0), torch.Generator().manual_seed(0)
+    signs = ufp4.random_signs(0)
     batch = train.get_batch([read_tokens(p) for p in dataset.train], s, s.steps)
     tensors = [{"layer": layer, "operand": operand, "gemm": gemm, "sqnr": all_sqnr(data, signs)}
                for (layer, operand), x in capture(model, *batch).items()
                for gemm, data in zip(CONTRACTED[operand], (x, x.T.contiguous()))]
-    swiglu = all_sqnr(samples("SwiGLU-like", (4096, 512), g), signs)
-    finish("sqnr", {"sqnr": sqnr_table(tensors, swiglu)}, {"tensors": tensors})
-    figure("sqnr", 3, draw_sqnr, tensors)
+    finish("sqnr", {"sqnr": sqnr_table(tensors)}, {"tensors": tensors})
 
-def sqnr_table(tensors, swiglu):
-    """Medians over the layers of a kind, of W over all; of how many the better grid changes."""
-    row = lambda name, values, flips="": [name, *(f"{v:.2f}" for v in values), flips]
+def sqnr_table(tensors):
+    """Medians over the layers of a kind; of how many the better grid changes with the RHT."""
     rows = [["SQNR, dB", "E2M1", "E1M2", "E2M1, RHT", "E1M2, RHT", "better grid changes"],
-            row("the paper's fc2 input", PAPER_SQNR), row("SwiGLU-like samples", swiglu)]
-    shown = [(o, gemm, kind) for o, gemm in (("x", "fprop"), ("dy", "dgrad"), ("dy", "wgrad"))
-             for kind in ("qkv", "proj", "fc1", "fc2")] + [("w", g, "") for g in CONTRACTED["w"]]
-    for operand, gemm, kind in shown:
-        found = [r["sqnr"] for r in tensors
-                 if (r["operand"], r["gemm"]) == (operand, gemm) and kind in r["layer"]]
+            ["the paper's input of fc2", "21.90", "19.94", "20.00", "23.19", ""]]
+    groups = collections.defaultdict(list)
+    for r in (r for r in tensors if r["gemm"] == "fprop" or r["operand"] == "dy"):
+        kind = "all layers" if r["operand"] == "w" else r["layer"].rpartition(".")[2]
+        groups[f"{r['operand']} of {kind}, {r['gemm']}"].append(r["sqnr"])
+    for name, found in groups.items():
         flips = sum((a > b) != (c > d) for a, b, c, d in found)
-        rows.append(row(f"{NAMES[operand]} of {kind or 'all'}, {gemm}",
-                        map(statistics.median, zip(*found)), f"{flips} of {len(found)}"))
+        rows.append([name, *(f"{statistics.median(column):.2f}" for column in zip(*found)),
+                     f"{flips} of {len(found)}"])
     return rows
 
-def draw_sqnr(axes, tensors):
-    for ax, operand in zip(axes, OPERANDS):
-        for r in tensors:
-            if r["operand"] == operand:
-                e2m1, e1m2, e2m1_rht, e1m2_rht = r["sqnr"]
-                ax.plot((0, 1), (e1m2 - e2m1, e1m2_rht - e2m1_rht), ".-", lw=0.8,
-                        color="C3" if "fc2" in r["layer"] else "C0")
-        ax.axhline(0, color="k", lw=0.6)
-        ax.set(xticks=(0, 1), xticklabels=("without RHT", "with RHT"),
-               title=f"{NAMES[operand]} (red: fc2)", ylabel="SQNR of E1M2 less E2M1's, dB")
+# ---- cpu: what emulation costs ------------------------------------------------------------------
 
-# ---- cpu: what emulation costs; scale: over tokens and experts ----------------------------------
-
-def training_step(s, recipe, vocab_size, compiled=lambda model: model):
+def training_step(s, recipe, vocab_size):
     """A function that takes a whole step of training a GPT, always on the same random tokens."""
     torch.manual_seed(0)
-    model = train.GPT(s, RECIPES[recipe], vocab_size).to(s.device)
+    model, optimizer = train.build(s, RECIPES[recipe], vocab_size)
     model.init_weights()
     tokens = torch.randint(vocab_size, (s.batch_size, s.seq_len), device=s.device)
-    optimizer, run = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True), compiled(model)
 
     def step():
         with train.autocast(s):
-            loss = run(tokens, tokens)
+            loss = model(tokens, tokens)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
     return step
 
-def step_table(configurations):
-    """Steps of bf16, ufp4 and e2m1 in turns, for each configuration {name: flags of train.py}."""
+def bench_cpu(args):
     rows = [[f"a step on {machine()['cpu']}, {torch.get_num_threads()} threads", "`bf16`, ms",
              "`ufp4` / `bf16`", "`e2m1` / `bf16`"]]
-    for name, flags in configurations.items():
-        s = train.parse_args([*flags.split(), "--device", "cpu"])
+    for model, dtype in itertools.product(("nano", "nano-moe"), ("float32", "bfloat16")):
+        s = train.parse_args(["--model", model, "--dtype", dtype, "--device", "cpu"])
         steps = {r: training_step(s, r, 256) for r in ("bf16", "ufp4", "e2m1")}
         bf16, *ours = interleaved(steps, 15).values()
-        rows.append([name, spread(bf16, "{:.0f}"),
+        rows.append([f"`{model}`, {dtype}", spread(bf16, "{:.0f}"),
                      *(spread([a / b for a, b in zip(ms, bf16)]) for ms in ours)])
-    return rows
-
-def bench_cpu(args):
-    rows = step_table({f"`{model}`, {dtype}": f"--model {model} --dtype {dtype}"
-                       for model in ("nano", "nano-moe") for dtype in ("float32", "bfloat16")})
-    x = torch.randn(4096, 4096)
-    calls = {"copy": x.clone, "e1m2 SR": lambda: ufp4.fake_quantize(x, "e1m2", stochastic=True),
-             **{f: functools.partial(ufp4.fake_quantize, x, f) for f in ("e2m1", "e1m2", "int4")}}
-    finish("cpu", {"cpu": rows, "fake-quantize": [
-        ["`fake_quantize`, 4096 x 4096 float32", "ms"],
-        *([name, spread(ms, "{:.0f}")] for name, ms in interleaved(calls, 10).items())]})
-
-def bench_scale(args):
-    tokens = {f"{256 * b} tokens": f"--model nano --batch-size {b}" for b in (2, 8, 32)}
-    experts = {f"2048 tokens, 4 of {e} experts": "--model nano-moe --hidden 32 --top-k 4 "
-               f"--experts {e}" for e in (8, 32, 128)}
-    finish("scale", {"scale": step_table({**tokens, **experts})})
+    finish("cpu", {"cpu": rows})
 
 # ---- loss, ablate, scaling: train many small models and compare ---------------------------------
 
 # What a model is here: flags of train.py. SIZES have nano's steps, batches and learning rate.
-SHAPE = "--model {} --layers {} --dim {} --heads {} --hidden {}"
-SIZES = {kind: {f"{kind}-{shape[1]}": SHAPE.format(preset, *shape).split() for shape in shapes}
+SIZES = {kind: {f"{kind}-{dim}": f"--model {preset} --layers {layers} --dim {dim} --heads {heads} "
+                f"--hidden {hidden}".split() for layers, dim, heads, hidden in shapes}
          for kind, preset, shapes in (
     ("dense", "nano", ((2, 32, 2, 96), (3, 64, 2, 176), (3, 96, 3, 256), (4, 128, 4, 352),
                        (5, 160, 5, 448))),
@@ -505,11 +448,8 @@ def output_noise(run):
         slope = (exact * y).sum() / power
         found.append((slope.item(), ((y - slope * exact).square().sum() / power).item()))
         return y
-    ufp4.linear = compared
-    try:
+    with unittest.mock.patch.object(ufp4, "linear", compared):
         return run(), found
-    finally:
-        ufp4.linear = linear
 
 def forward_passes(args, job):
     """The parts of a branched run's gap: the loss of its weights in a BF16 forward pass, and of the
@@ -529,10 +469,8 @@ def key(r):
 
 def train_all(args, recipes):
     """Run models x seeds x estimators x recipes, less what data/results/NAME.json has -> (NAME,
-    what it then has). A BF16 run is repeated where others need its weights and they are not at
-    hand, as in a fresh clone; so each record has the BF16 loss that it is compared with."""
-    if unknown := set(args.rows or ()) - set(recipes):
-        sys.exit(f"bench.py: no row is called {', '.join(unknown)}, only {', '.join(recipes)}")
+    what it then has). A BF16 run is repeated where others need its weights, but its folder is gone;
+    so each record has the BF16 loss that it is compared with."""
     name = args.command
     if args.quick:
         name, args.seeds, args.estimators = f"{name}-quick", 2, ["branched"]
@@ -544,7 +482,7 @@ def train_all(args, recipes):
     if results["flags"] != args.train:
         sys.exit(f"bench.py: {path} has runs with other flags for train.py; move it away first")
     runs, here = {key(r): r for r in results["runs"]}, machine()
-    lock, stopped = threading.Lock(), []
+    lock = threading.Lock()
 
     def run(job):
         found = train_run(args, job)
@@ -561,26 +499,22 @@ def train_all(args, recipes):
             save(name, results)
         print(*key(job), found["val_loss"], flush=True)
 
-    def run_all(seed, model):
-        jobs = [{"model": model, "recipe": recipe, "estimator": estimator, "seed": seed}
-                for estimator in args.estimators for recipe in args.rows or recipes]
-        jobs, bf16 = [j for j in jobs if key(j) not in runs], bf16_of(jobs[0])
+    baselines, jobs = [], []
+    for seed, model in itertools.product(range(args.seeds), args.models):
+        new = [{"model": model, "recipe": recipe, "estimator": estimator, "seed": seed}
+               for estimator in args.estimators for recipe in args.rows or recipes
+               if (model, recipe, estimator, seed) not in runs]
+        bf16 = bf16_of({"model": model, "seed": seed})
         at_hand = all(path.exists() for path in weights(args, bf16))
-        if key(bf16) not in runs or jobs and not at_hand:
-            jobs = [bf16, *jobs]
-        for job in jobs:
-            if not stopped:
-                run(job)
-
-    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        started = [pool.submit(run_all, s, m) for s in range(args.seeds) for m in args.models]
-        try:
-            for done in concurrent.futures.as_completed(started):
-                done.result()
-        except BaseException as e:                      # Ctrl-C, or a run that failed
-            stopped.append(True)
-            pool.shutdown(cancel_futures=True)
-            sys.exit(f"bench.py: stopped; the same command goes on from here. {e}")
+        if key(bf16) not in runs or new and not at_hand:
+            baselines.append(bf16)
+        jobs += new
+    try:
+        with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+            for batch in (baselines, jobs):             # jobs need their baselines' checkpoints
+                list(pool.map(run, batch))              # the first to fail cancels the others
+    except (KeyboardInterrupt, RuntimeError) as e:
+        sys.exit(f"bench.py: stopped; the same command goes on from here. {e}")
     return name, results
 
 def errors_of(runs, model, recipe, estimator="branched", loss="val_loss"):
@@ -624,9 +558,11 @@ GROUPS = {"loss": {"the method": ("ufp4", "ufp4-int4"), "E2M1": ("e2m1", "e2m1-f
           "ablate": {"the pair": ("ufp4", "e2m1"),
                      **{what: [r.name for r in rows] for what, rows in ABLATIONS.items()}}}
 # The paper's: BF16-relative loss errors in % (Q2), and Dense 1.5B's losses over ufp4's (Q4)
-PAPER = {"nano": {"ufp4": "0.97", "e2m1": "1.26"}, "nano-moe": {"ufp4": "1.85", "e2m1": "2.36"},
+PAPER = {"loss": {"ufp4": "0.97", "e2m1": "1.26"},
+         "loss-nano-moe": {"ufp4": "1.85", "e2m1": "2.36"},
          "ablate": {"ufp4-rht-none": "+0.60", "ufp4-rht-wgrad": "+0.34", "ufp4-sr-none": "+0.24",
                     "ufp4-rht-dgrad-wgrad": "+0.44", "ufp4-rht-fprop-wgrad": "+0.25"}}
+# Grid x slope, RHT on all three GEMMs: E2M1, which shrinks, and does not; E1M2 likewise
 CAUSES = ("e2m1-full-rht", "e2m1-debiased", "ufp4-shrunk", "ufp4")
 
 def bench_loss(args):
@@ -641,30 +577,33 @@ bench_ablate = bench_loss
 
 def loss_tables(name, runs, groups):
     """Of every model in the file."""
-    tables = {f"noise-{name}": [["recipes of", "correlation of loss error and noise",
-                                 "of loss error and shrinkage",
-                                 "loss error / noise, median (smallest to largest)"]]}
+    cause, noise = f"cause-{name}", f"noise-{name}"
+    tables = {cause: [["loss error, % (seeds)", *(f"`{recipe}`" for recipe in CAUSES),
+                       "effect of the grid", "of shrinking"]],
+              noise: [["recipes of", "correlation of loss error and noise", "and shrinkage",
+                       "loss error / noise"]]}
     for model in sorted({r["model"] for r in runs}):
-        suffix = "" if model == "nano" else f"-{model}"
-        published = PAPER.get("ablate" if name.startswith("ablate") else model, {})
-        tables[name + suffix] = recipe_table(runs, model, groups, published)
+        title = name if model == "nano" else f"{name}-{model}"
+        tables[title] = recipe_table(runs, model, groups, PAPER.get(title, {}))
         if all(errors_of(runs, model, recipe) for recipe in CAUSES):
-            tables[name.replace("ablate", "cause") + suffix] = cause_table(runs, model)
+            tables[cause].append([f"`{model}`", *(cell(runs, model, recipe) for recipe in CAUSES),
+                                  *(text(contrast(runs, model, dict(zip(CAUSES, signs))))
+                                    for signs in ((.5, .5, -.5, -.5), (.5, -.5, .5, -.5)))])
         fprop = fprop_of(runs, model)
         if len(fprop) > 2:
-            slope, noise = zip(*fprop.values())
-            error = [contrast(runs, model, {recipe: 1})[0] for recipe in fprop]
-            tables[f"noise-{name}"].append([
-                f"`{model}`: {len(fprop)}", f"{statistics.correlation(noise, error):.2f}",
-                f"{-statistics.correlation(slope, error):.2f}",
-                spread([e / n for e, n in zip(error, noise)])])
-    return tables
+            slopes, noises = zip(*fprop.values())
+            errors = [contrast(runs, model, {recipe: 1})[0] for recipe in fprop]
+            tables[noise].append([
+                f"`{model}`: {len(fprop)}", f"{statistics.correlation(noises, errors):.2f}",
+                f"{-statistics.correlation(slopes, errors):.2f}",
+                spread([e / n for e, n in zip(errors, noises)])])
+    return {title: rows for title, rows in tables.items() if len(rows) > 1}
 
 def recipe_table(runs, model, groups, published):
     """Without the columns in which nothing was measured."""
-    rows = [[f"`{model}`", "loss error, % (seeds)", "from scratch", "branched", "less `e2m1`",
-             "less `ufp4`", "of it, in the weights", "forward noise alone", "slope of fprop",
-             "noise of fprop, %", "the paper's"]]
+    rows = [[f"`{model}`: loss error, % (seeds)", "recipe", "from scratch", "branched",
+             "less `e2m1`", "less `ufp4`", "of it, in the weights", "forward noise alone",
+             "slope of fprop", "noise of fprop, %", "the paper's"]]
     fprop = fprop_of(runs, model)
     for group, recipes in groups.items():
         for recipe in recipes:
@@ -677,42 +616,25 @@ def recipe_table(runs, model, groups, published):
                 rows.append([group, f"`{recipe}`", *cells, published.get(recipe, "")])
     return [list(row) for row in zip(*(column for column in zip(*rows) if any(column[1:])))]
 
-def cause_table(runs, model):
-    """Grids x slopes, RHT on all three GEMMs."""
-    a, b, c, d = (cell(runs, model, recipe) for recipe in CAUSES)
-    effect = lambda *signs: text(contrast(runs, model, {r: s for r, s in zip(CAUSES, signs) if s}))
-    return [[f"`{model}`: loss error, % (seeds)", "shrinks", "does not", "effect of shrinking"],
-            ["E2M1, RHT on all three GEMMs", a, b, effect(1, -1, 0, 0)],
-            ["E1M2, RHT on all three GEMMs", c, d, effect(0, 0, 1, -1)],
-            ["effect of the grid", effect(1, 0, -1, 0), effect(0, 1, 0, -1), ""],
-            ["mean effects", "of the grid:", effect(0.5, 0.5, -0.5, -0.5),
-             effect(0.5, -0.5, 0.5, -0.5)]]
-
 def draw_loss(axes, runs, model, groups):
-    """Left, loss errors less ufp4's. Right, loss error against the noise of fprop; dashed, the
-    median of their ratios. A colour a group."""
-    names, points = [], {recipe: (noise, *contrast(runs, model, {recipe: 1}))
-                         for recipe, (_, noise) in fprop_of(runs, model).items()}
-    for at, (group, recipes) in enumerate(groups.items()):
+    """Left, loss errors less ufp4's. Right, loss error against the noise of fprop. A colour a
+    group."""
+    (differences, scatter), names, fprop = axes, [], fprop_of(runs, model)
+    for at, recipes in enumerate(groups.values()):
         look = {"fmt": "o", "ms": 4, "color": f"C{at % 10}"}
         for recipe in recipes:
-            difference = contrast(runs, model, {recipe: 100, "ufp4": -100})
-            if recipe != "ufp4" and difference:
-                axes[0].errorbar(difference[0], -len(names), xerr=difference[1] or 0, **look)
+            found = contrast(runs, model, {recipe: 100, "ufp4": -100})
+            if recipe != "ufp4" and found:
+                differences.errorbar(found[0], -len(names), xerr=found[1] or 0, **look)
                 names.append(recipe)
-        if shown := [points[recipe] for recipe in recipes if recipe in points]:
-            noise, error, half = ([100 * (v or 0) for v in values] for values in zip(*shown))
-            axes[1].errorbar(noise, error, yerr=half, lw=0.8, label=group, **look)
-    if points:
-        end = 100 * max(noise for noise, *_ in points.values())
-        ratio = statistics.median(error / noise for noise, error, _ in points.values())
-        axes[1].plot((0, end), (0, ratio * end), "k--", lw=0.6)
-        axes[1].legend(fontsize=7)
-    axes[0].axvline(0, color="k", lw=0.6)
-    axes[0].set(yticks=range(0, -len(names), -1), yticklabels=names, title=f"{model}, branched",
-                xlabel="loss error less ufp4's, % of BF16's loss")
-    axes[1].set(xlabel="noise of fprop, % of its outputs' power", ylabel="loss error to BF16, %",
-                title="Loss error against noise")
+            if recipe in fprop:
+                error, half = contrast(runs, model, {recipe: 100})
+                scatter.errorbar(100 * fprop[recipe][1], error, yerr=half or 0, lw=0.8, **look)
+    differences.axvline(0, color="k", lw=0.6)
+    differences.set(yticks=range(0, -len(names), -1), yticklabels=names,
+                    title=f"{model}, branched", xlabel="loss error less ufp4's, % of BF16's loss")
+    scatter.set(xlabel="noise of fprop, % of its outputs' power", ylabel="loss error to BF16, %",
+                xlim=(0, None), ylim=(0, None), title="Loss error against noise")
 
 # ---- scaling: against compute -------------------------------------------------------------------
 
@@ -723,22 +645,20 @@ def bench_scaling(args):
     figure(name, 1, draw_scaling, results["runs"], costs)
 
 def costs_of(results):
-    """{model: (parameters, training FLOPs)} of what was trained: 6 FLOPs for each parameter that a
-    token uses, and token (2 forward, 4 backward)."""
+    """{model: (parameters, training FLOPs)} of what was trained."""
     have, costs = {r["model"] for r in results["runs"]}, {}
-    for model in (m for group in (*SIZES.values(), VARIED) for m in group if m in have):
+    for model in (m for m in MODELS if m in have):
         s = train.parse_args([*MODELS[model], *results["flags"]])
         with torch.device("meta"):
             gpt = train.GPT(s, RECIPES["bf16"], vocabulary(s.data))
-        total, active, _ = train.counts(gpt, s)
-        costs[model] = total, 6 * active * s.steps * s.batch_size * s.seq_len
+        total, _, flops = train.counts(gpt, s)
+        costs[model] = total, flops * s.steps * s.batch_size * s.seq_len
     return costs
 
 def reduction(runs, models):
     """By what part of itself e2m1's loss error, branched, falls with ufp4, over all pairs of the
-    models: 1 - the ratio of means, and half its 95% interval, the ratio taken as linear near there
-    (the delta method). The interval is over seeds, since all models train on a seed's batches. None
-    without pairs, or if a run diverged."""
+    models: 1 - the ratio of means, and half its 95% interval over seeds (the delta method; models
+    share a seed's batches). None without pairs, or if a run diverged."""
     pairs = []
     for model in models:
         better, worse = (errors_of(runs, model, recipe) for recipe in ("ufp4", "e2m1"))
@@ -761,20 +681,17 @@ def change(runs, recipe, log_c):
 
 def scaling_table(runs, costs):
     rows = [["size", "parameters", "FLOPs", "`e2m1`, % (seeds)", "`ufp4`, % (seeds)",
-             "`ufp4` less `e2m1`", "smaller by, %", "noise of `e2m1`, %", "noise of `ufp4`, %"]]
+             "`ufp4` less `e2m1`", "smaller by, %"]]
     for model, (total, flops) in costs.items():
-        fprop = fprop_of(runs, model)
         rows.append([model, f"{total:,}", f"{flops:.1e}", cell(runs, model, "e2m1"),
                      cell(runs, model, "ufp4"), less(runs, model, "ufp4", "e2m1"),
-                     text(reduction(runs, [model]), digits=0),
-                     *(f"{100 * fprop[recipe][1]:.3f}" if recipe in fprop else ""
-                       for recipe in ("e2m1", "ufp4"))])
+                     text(reduction(runs, [model]), digits=0)])
     for kind in SIZES:
         log_c = {m: math.log10(costs[m][1]) for m in SIZES[kind] if m in costs}
         if len(log_c) > 2:
             rows.append([f"{kind}: change for tenfold FLOPs; all sizes", "", "",
                          *(text(change(runs, recipe, log_c)) for recipe in ("e2m1", "ufp4")), "",
-                         text(reduction(runs, log_c), digits=0), "", ""])
+                         text(reduction(runs, log_c), digits=0)])
     return rows
 
 def draw_scaling(ax, runs, costs):
@@ -784,7 +701,7 @@ def draw_scaling(ax, runs, costs):
             means, halves = zip(*(contrast(runs, m, {recipe: 100}) for m in flops))
             ax.errorbar(flops.values(), means, yerr=[half or 0 for half in halves], fmt=style,
                         ms=3, color=color, capsize=3, label=f"{recipe}, {kind}")
-    ax.set(xscale="log", xlabel="training FLOPs, 6 N D", ylabel="loss error to BF16, %")
+    ax.set(xscale="log", xlabel="training FLOPs", ylabel="loss error to BF16, %")
     ax.legend(fontsize=7)
 
 # ---- dispatch: what the kernels compile to on GPUs that need not be here ------------------------
@@ -799,16 +716,15 @@ def calls():
 
 def lower(kernel, name, arch):
     """Compile for an architecture quantize_kernel for one of calls(), or matmul_kernel for a recipe
-    -> {tensor-core instructions, how often its code has them, all for each element of a tile (of a
-    quantizer), those that spill registers (None where that can't be read)}."""
+    -> {tensor-core instructions, how often its code has them, all instructions for each element of
+    a quantizer's tile, those that spill registers}."""
     import kernels
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     if kernel == "quantize_kernel":
         S = kernels.quantize_plan(*calls()[name], torch.bfloat16)
         constants, options = {"S": S, "amax_ptr": None, "stride_c": 1}, {"maxnreg": S.registers}
-        types = dict(zip(kernels.quantize_kernel.arg_names, (
-            "*bf16 *fp32 *fp32 *i32 *fp32 *i32 *fp32 *i32 i32 i32 i32 i32".split())))
+        types = "*bf16 *fp32 *fp32 *i32 *fp32 *i32 *fp32 *i32 i32 i32 i32 i32".split()
     else:
         q = RECIPES[name].quantizer("x", "fprop")
         swizzled = kernels.quantize_plan(q, None, ("swizzled", ""), torch.bfloat16).rows
@@ -816,84 +732,63 @@ def lower(kernel, name, arch):
         constants, options = {"S": S}, {"num_warps": S.warps, "num_stages": S.stages}
         codes, width = ("u8", S.BK // 2) if S.path == "fp4" else ("i32", S.BK // 8)
         scale, groups = "fp8e4nv" if swizzled.stored == "e4m3" else "u8", S.BK // q.block // 4
-        operands = (f"tensordesc<{t}>" for rows in (S.BM, S.BN) for t in (
-            f"{codes}[{rows}, {width}]", f"{scale}[{rows // 128}, {groups}, 2, 256]"))
-        types = dict(zip(kernels.matmul_kernel.arg_names, (
-            *operands, *"*bf16 *fp32 *fp32 i32 i32 i32".split())))
-    function, types = getattr(kernels, kernel), types | dict.fromkeys(constants, "constexpr")
+        types = [f"tensordesc<{t}>" for rows in (S.BM, S.BN) for t in (
+            f"{codes}[{rows}, {width}]", f"{scale}[{rows // 128}, {groups}, 2, 256]")]
+        types += "*bf16 *fp32 *fp32 i32 i32 i32".split()
+    function = getattr(kernels, kernel)
+    types = dict(zip(function.arg_names, types)) | dict.fromkeys(constants, "constexpr")
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(function.arg_names)
                if types[n][0] in "*i" and n not in ("a_t_ptr", "b_t_ptr")}
     cuda = arch.startswith("sm_")
-    binary = kernels.triton.compile(
+    asm = kernels.triton.compile(
         ASTSource(function, types, constants, aligned), options=options,
-        target=GPUTarget("cuda", int(arch[3:]), 32) if cuda else GPUTarget("hip", arch, 64))
-    code = binary.asm["ptx" if cuda else "amdgcn"]
-    found = collections.Counter(re.findall(r"(?:tcgen05\.|\bw?g?)mma[._][^ ;]*|v_mfma\S*", code))
-    result = {"instruction": " + ".join(found), "count": sum(found.values())}
+        target=GPUTarget("cuda", int(arch[3:]), 32) if cuda else GPUTarget("hip", arch, 64)).asm
+    found = collections.Counter(re.findall(r"(?:tcgen05\.|\bw?g?)mma[._][^ ;]*|v_mfma\S*",
+                                           asm["ptx" if cuda else "amdgcn"]))
+    names = " + ".join(name.split(".f32")[0] for name in found)         # less the types
+    result = {"instruction": names, "count": sum(found.values())}
     if not cuda:
-        return result | {"spills": int(re.search(r"vgpr_spill_count:\s*(\d+)", code)[1])}
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        Path(file.name).write_bytes(binary.asm["cubin"])
-        tool = Path(kernels.triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-        sass = subprocess.run((tool, "-sass", file.name), capture_output=True, text=True).stdout
-    ops = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(?!NOP)([A-Z][\w.]+)", sass)
+        return result | {"spills": int(re.search(r"vgpr_spill_count:\s*(\d+)", asm["amdgcn"])[1])}
+    ops = re.findall(r"\t(?:@!?U?P\w+ )?(?!NOP)([A-Z][\w.]+)", asm["sass"])
     if kernel == "quantize_kernel":
         result["per_element"] = len(ops) / (S.TR * S.TC / 128)          # 4 warps share a tile
-    return result | {"spills": sum(op.startswith(("STL", "LDL")) for op in ops) if ops else None}
+    return result | {"spills": sum(op.startswith(("STL", "LDL")) for op in ops)}
 
 def lowering(*call):
     """lower(*call) in a process of its own, without the interpreter: a compiler that fails an
     assertion takes its process along. {"error": its last line} if it fails."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_ALWAYS_COMPILE": "1"}
     code = "import json, sys, bench; print(json.dumps(bench.lower(*json.loads(sys.argv[1]))))"
     done = subprocess.run([sys.executable, "-c", code, json.dumps(call)], cwd=HERE, text=True,
-                          capture_output=True, env={**env, "TRITON_ALWAYS_COMPILE": "1"})
+                          capture_output=True, env=env)
     lines = (done.stderr if done.returncode else done.stdout).strip().splitlines() or ["it died"]
     return {"error": lines[-1]} if done.returncode else json.loads(lines[-1])
 
 def bench_dispatch(args):
     import kernels
-    recipes = ("ufp4", "ufp4-e4m3", "ufp4-mx", "e2m1", "nvfp4", "mxfp4")
-    archs = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100")
-    paths = {(r, a): kernels.route(RECIPES[r], a)[0] for r in recipes
-             for a in kernels.ARCHITECTURES}
-    jobs = [("matmul_kernel", *at) for at, path in paths.items() if path != "cublas"]
-    jobs += [("quantize_kernel", name, a) for name in calls() for a in archs]
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = dict(zip(jobs, pool.map(lambda job: lowering(*job), jobs)))
-
-    def cell(form, *job):
-        r = found[job]              # less layout, synchronization, types of factors and sums:
-        return re.sub(r"\.(row\.col|cta_group::1|sync\.aligned)|\.f32\.\w+\.\w+(\.f32)?(\.ue\w+)?",
-                      "", r.get("error") or form.format(**r))
+    recipes, archs = ("ufp4-e4m3", "ufp4-mx", "nvfp4", "mxfp4"), ("sm_80", "sm_90", "sm_100")
 
     def product(recipe, arch):
-        path = paths[recipe, arch]
-        return path if path == "cublas" else cell(path + ": {instruction}, {count}",
-                                                  "matmul_kernel", recipe, arch)
-    version = f"(Triton {kernels.triton.__version__})"
-    finish("dispatch", {
-        "dispatch": [[f"path: instruction, count {version}", *(f"`{r}`" for r in recipes)],
-                     *([a, *(product(r, a) for r in recipes)] for a in kernels.ARCHITECTURES)],
-        "quantize": [[f"instructions an element, spills {version}", *archs],
-                     *([name, *(cell("{per_element:.1f}, {spills}", "quantize_kernel", name, a)
-                               for a in archs)] for name in calls())]})
+        path = kernels.route(RECIPES[recipe], arch)[0]
+        if path == "cublas":
+            return path
+        r = lowering("matmul_kernel", recipe, arch)
+        return r.get("error") or f"{path}: {r['instruction']}, {r['count']}"
+
+    def quantizer(name, arch):
+        r = lowering("quantize_kernel", name, arch)
+        return r.get("error") or f"{r['per_element']:.1f}, {r['spills']}"
+    version, again = f"(Triton {kernels.triton.__version__})", itertools.repeat
+    dispatch = [[f"path: instruction, count {version}", *(f"`{r}`" for r in recipes)]]
+    quantize = [[f"instructions an element, spills {version}", *archs]]
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        for arch in ("sm_90", "sm_100", "sm_120", "gfx950"):
+            dispatch.append([arch, *pool.map(product, recipes, again(arch))])
+        for name in calls():
+            quantize.append([name, *pool.map(quantizer, again(name), archs)])
+    finish("dispatch", {"dispatch": dispatch, "quantize": quantize})
 
 # ---- kernels: speed on a GPU, as ratios to what that GPU can do; tune ---------------------------
-
-SPEEDS = {                              # what is measured, in this order: its target (and aim)
-    "quantize, one orientation, nearest: share of copy bandwidth": "at least 0.75 (0.85)",
-    "quantize, both orientations, nearest: share of copy bandwidth": "at least 0.55 (0.75)",
-    "quantize, both orientations, stochastic: share of copy bandwidth": "at least 0.40 (0.55)",
-    "RHT + quantize in one kernel / quantize alone": "at most 1.06 (1.02), the paper's",
-    "RHT, then quantize / quantize alone": "the paper's 1.62",
-    "packed GEMM, decoded for cuBLAS: share of cuBLAS bf16": "at least 0.55",
-    "linear layer, forward + backward, `ufp4` / bf16": "at most 1.30 (1.15)",
-    "the same, of the GPU's time alone": "",
-    "training step, `small`, compiled, `ufp4` / bf16": "at most 1.6 (1.3)",
-    "training step, 1B parameters, compiled, `ufp4` / bf16": "at most 1.3 (1.15)"}
-BILLION = ("--model small --layers 16 --dim 2048 --heads 16 --hidden 5632 --seq-len 2048 "
-           "--batch-size 4").split()
 
 def gpu_time(f, alone=True):
     """Milliseconds of each call of f(): of the GPU `alone`, or with Python's time."""
@@ -902,54 +797,57 @@ def gpu_time(f, alone=True):
         return triton.testing.do_bench(f, return_mode="all")
     return interleaved({"": lambda: (f(), torch.cuda.synchronize())}, 30)[""]
 
-def kernel_speeds(time, device="cuda", n=8192, layer=(8192, 4096, 4096), vocab_size=50304,
-                  models=(["--model", "small"], BILLION), compiled=torch.compile):
-    """Yields (value, milliseconds of each call) of the rows of SPEEDS."""
-    import kernels
-    one, both, noisy = list(calls().values())[:3]
-    x, w = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
-    key, y, median = ufp4.random_key(device), torch.empty_like(x), statistics.median
-    copy, cublas = time(lambda: y.copy_(x)), time(lambda: torch.mm(x, w.T, out=y))
-
-    def quantize(call, x=x):
-        return torch.ops.ufp4.quantize(x, key, kernels.quantize_plan(*call, x.dtype).name)
-
-    for call in (one, both, noisy):
-        moved = x.nbytes + sum(t.nbytes for t in quantize(call))
-        ms = time(lambda: quantize(call))
-        yield moved / median(ms) / (2 * x.nbytes / median(copy)), ms
-    plain = replace(one[0], signs=None), None, one[2]
-    alone, ms = time(lambda: quantize(plain)), time(lambda: quantize(one))
-    yield median(ms) / median(alone), ms
-    h = torch.tensor(one[0].signs)[:, None] * ufp4.hadamard(16)
-    h = h.to(device, torch.bfloat16)
-    ms = time(lambda: quantize(plain, (x.view(-1, 16) @ h).view(x.shape)))
-    yield median(ms) / median(alone), ms
-    name = kernels.quantize_plan(*one, x.dtype).rows.name
-    a, b = (kernels.Packed(*quantize(one, t)[:2], None, name, x.dtype) for t in (x, w))
-    ms = time(lambda: kernels.matmul(a, b))
-    yield median(cublas) / median(ms), ms
-
-    m, k, f = layer
-    v, dy = (torch.randn(m, c, device=device, dtype=torch.bfloat16) for c in (k, f))
-    v.requires_grad_()
-    layers = [ufp4.Linear(k, f, bias=False, device=device, dtype=torch.bfloat16, recipe=r)
-              for r in ("bf16", "ufp4")]
-    for alone in (False, True):
-        base, ms = (time(lambda: torch.autograd.grad(layer(v), (v, layer.weight), dy), alone)
-                    for layer in layers)
-        yield median(ms) / median(base), ms
-    for flags in models:
-        s = train.parse_args([*flags, "--device", device, "--dtype", "bfloat16"])
-        torch.compiler.reset()          # or this model's sizes would be variables after another's
-        base, ms = (time(training_step(s, r, vocab_size, compiled), False)
-                    for r in ("bf16", "ufp4"))
-        yield median(ms) / median(base), ms
-
 def bench_kernels(args):
-    rows = [["on a GPU", "target (aim)", torch.cuda.get_device_name()]]
-    for (name, target), (value, ms) in zip(SPEEDS.items(), kernel_speeds(gpu_time)):
-        rows.append([name, target, f"{value:.2f}; {spread(ms, '{:.3f}')} ms"])
+    import kernels
+    rows, median = [["on a GPU", "target (aim)", torch.cuda.get_device_name()]], statistics.median
+
+    def row(name, target, f, value, alone=True):
+        """Times f; value(milliseconds) is what is aimed at."""
+        ms = gpu_time(f, alone)
+        rows.append([name, target, f"{value(median(ms)):.2f}; {spread(ms, '{:.3f}')} ms"])
+
+    def quantize(call, x):
+        return torch.ops.ufp4.quantize(x, key, kernels.quantize_plan(*call, x.dtype).name)
+    on_gpu, key = {"device": "cuda", "dtype": torch.bfloat16}, ufp4.random_key("cuda")
+    x, w, y = (torch.randn(8192, 8192, **on_gpu) for _ in range(3))
+    copied = 2 * x.nbytes / median(gpu_time(lambda: y.copy_(x)))            # bytes a millisecond
+    targets = "at least 0.75 (0.85)", "at least 0.55 (0.75)", "at least 0.40 (0.55)"
+    for (name, call), target in zip(calls().items(), targets):
+        moved = x.nbytes + sum(t.nbytes for t in quantize(call, x))
+        row(f"quantize, {name}: share of copy bandwidth", target, lambda: quantize(call, x),
+            lambda ms: moved / ms / copied)
+    rotated = calls()["one orientation, nearest"]
+    plain = replace(rotated[0], signs=None), *rotated[1:]
+    unrotated = median(gpu_time(lambda: quantize(plain, x)))
+    row("RHT + quantize in one kernel / quantize alone", "at most 1.06 (1.02), the paper's",
+        lambda: quantize(rotated, x), lambda ms: ms / unrotated)
+    h = (torch.tensor(rotated[0].signs)[:, None] * ufp4.hadamard(16)).to(x)
+    row("RHT, then quantize / quantize alone", "the paper's 1.62",
+        lambda: quantize(plain, (x.view(-1, 16) @ h).view(x.shape)), lambda ms: ms / unrotated)
+    name = kernels.quantize_plan(*rotated, x.dtype).rows.name
+    a, b = (kernels.Packed(*quantize(rotated, t)[:2], None, name, x.dtype) for t in (x, w))
+    cublas = median(gpu_time(lambda: torch.mm(x, w.T, out=y)))
+    row("packed GEMM, decoded for cuBLAS: share of cuBLAS bf16", "at least 0.55",
+        lambda: kernels.matmul(a, b), lambda ms: cublas / ms)
+
+    def against_bf16(name, target, bf16, ours, alone=False):
+        base = median(gpu_time(bf16, alone))
+        row(f"{name}, `ufp4` / bf16", target, ours, lambda ms: ms / base, alone)
+    v, dy = (torch.randn(8192, 4096, **on_gpu) for _ in range(2))
+    v.requires_grad_()
+    layers = [ufp4.Linear(4096, 4096, bias=False, **on_gpu, recipe=r) for r in ("bf16", "ufp4")]
+    passes = [lambda layer=layer: torch.autograd.grad(layer(v), (v, layer.weight), dy)
+              for layer in layers]
+    against_bf16("linear layer, forward + backward", "at most 1.30 (1.15)", *passes)
+    against_bf16("the same, of the GPU's time alone", "", *passes, alone=True)
+    for name, target, flags in (
+            ("`small`", "at most 1.6 (1.3)", "--model small"),
+            ("1B parameters", "at most 1.3 (1.15)", "--model small --layers 16 --dim 2048 "
+             "--heads 16 --hidden 5632 --seq-len 2048 --batch-size 4")):
+        s = train.parse_args(f"{flags} --compile --device cuda --dtype bfloat16".split())
+        torch.compiler.reset()          # or this model's sizes would be variables after another's
+        against_bf16(f"training step, {name}, compiled", target,
+                     *(training_step(s, recipe, 50304) for recipe in ("bf16", "ufp4")))
     finish("kernels", {"kernels": rows})
 
 def bench_tune(args):
@@ -966,94 +864,85 @@ def bench_tune(args):
 # ---- plan: what a run costs, counted, not measured ----------------------------------------------
 
 # Dense peaks in TFLOP/s by path of kernels.route, where another multiplies in BF16; from NVIDIA's
-# data sheets: H200 (half the figures with sparsity), an eighth of HGX B200's and HGX B300's.
+# data sheets: H200 (half the figures with sparsity), an eighth of HGX B200's.
 PEAKS = {"H200": ("sm_90", {"bf16": 989}),
-         "B200": ("sm_100", {"bf16": 2250, "fp8": 4500, "fp4": 9000}),
-         "B300": ("sm_103", {"bf16": 2250, "fp8": 4500, "fp4": 13500})}
+         "B200": ("sm_100", {"bf16": 2250, "fp8": 4500, "fp4": 9000})}
 
 def activation_bytes(s, recipe):
     """Bytes a token that the backward pass needs, in BF16 autocast: (of a block, of what follows
     the blocks). A quantized layer keeps its input in 4 bits; attention qkv, the turned q and k and
-    its output; an MLP gate, up and silu(gate); a mixture what it sums; in float32, a norm keeps two
-    tensors and the router one. A logit takes 10 bytes with its gradient."""
+    its output; an MLP gate, up and silu(gate); in float32, a norm two tensors, the router one."""
     scale_bytes = 4 if recipe.scale is ufp4.fp32 else 1
     kept = 2 if recipe.fmt is None else 0.5 + scale_bytes / recipe.block
     mlps = s.top_k + 1                                  # with the shared one; or the only one
     inputs = 2 * s.dim + mlps * (s.dim + s.hidden)
-    bf16 = 6 * s.dim + 3 * mlps * s.hidden + s.top_k * s.dim
-    float32 = s.dim * (5 if s.experts else 4)
+    bf16 = 6 * s.dim + 3 * mlps * s.hidden + s.top_k * s.dim            # with what a mixture sums
+    float32 = 5 * s.dim if s.experts else 4 * s.dim
     return kept * inputs + 2 * bf16 + 4 * float32, (2 + 8) * s.dim + 10 * vocabulary(s.data)
 
 def bench_plan(args):
     """What train.py with the flags args.train would take on args.gpus GPUs."""
     import kernels
     s, gpus = train.parse_args(args.train), args.gpus
-    if s.batch_size % (gpus * s.grad_accum):
-        sys.exit(f"bench.py: --batch-size {s.batch_size} must be a multiple of {gpus} GPUs x "
-                 f"--grad-accum {s.grad_accum}")
     recipe = train.make_recipe(s)
     with torch.device("meta"):
         model = train.GPT(s, recipe, vocabulary(s.data))
     total, active, flops = train.counts(model, s)
     quantized = 6 * sum(m.weight.numel() for m in model.modules()
                         if isinstance(m, ufp4.Linear) and m.recipe.fmt is not None)
-    blocks = sum(p.numel() for p in model.blocks.parameters())
-    # Autograd keeps a BF16 cast of each weight that is not quantized until it has been used.
-    plain = blocks if recipe.fmt is None else blocks * s.keep_bf16 // s.layers
+    layer = sum(p.numel() for p in model.blocks.parameters()) / s.layers
     block, ends = activation_bytes(s, recipe)
     tokens = s.batch_size * s.seq_len // (gpus * s.grad_accum)
     kept = 4 * s.dim * s.layers + block if s.remat else block * s.layers
-    sizes = {"weights, gradients, AdamW's state, float32": 16 * total / gpus,
-             # what FSDP gathers: embedding, head, their gradients; two blocks, a block's gradient
-             "gathered for the moment, float32":
-                 4 * (2 * (total - blocks) + 3 * blocks // s.layers) if gpus > 1 else 0,
-             "weights cast to BF16":
-                 2 * (model.lm_head.weight.numel() + plain // (s.layers if s.remat else 1)),
+    cast = s.layers if recipe.fmt is None else s.keep_bf16      # layers that multiply in BF16
+    sizes = {"weights and gradients, float32": 8 * total / gpus,
+             "state of AdamW, float32": 8 * total / gpus,
+             # by FSDP: embedding, head and their gradients; two blocks, and the gradient of one
+             "gathered, float32": 4 * (2 * (total - s.layers * layer) + 3 * layer) * (gpus > 1),
+             "weights cast to BF16": 2 * (model.lm_head.weight.numel()
+                                          + layer * (min(1, cast) if s.remat else cast)),
              f"activations of {tokens} tokens": tokens * (kept + ends)}
-    rows = [[f"{s.model}, {train.variant(s)}, {gpus} GPUs: parameters",
-             f"{total / 1e9:.3f}B, {active / 1e9:.3f}B active a token"],
-            *([name, f"{size / 2**30:.2f} GiB a GPU"] for name, size in sizes.items()),
-            ["together", f"{sum(sizes.values()) / 2**30:.2f} GiB a GPU"],
-            ["compute", f"{flops / 1e9:.3f} GFLOPs a token, {quantized / flops:.0%} of them in "
-                        "quantized layers other than experts"]]
+    sizes["together"] = sum(sizes.values())
+    print(f"{s.model}, {train.variant(s)}, {gpus} GPUs: {total / 1e9:.3f}B parameters, "
+          f"{active / 1e9:.3f}B active a token")
+    for name, size in sizes.items():
+        print(f"{name:33}{size / 2**30:10.2f} GiB a GPU")
+    print(f"{flops / 1e9:.3f} GFLOPs a token, {quantized / flops:.0%} of them in quantized layers "
+          "other than experts")
     for gpu, (arch, peaks) in PEAKS.items():
         path = kernels.route(recipe, arch)[0]           # experts' products are in BF16
         seconds = quantized / peaks.get(path, peaks["bf16"]) + (flops - quantized) / peaks["bf16"]
-        rows.append([f"at its peak, {gpu}",
-                     f"{gpus * 1e12 / seconds:,.0f} tokens/s, path {path} ({arch})"])
-    for name, value in rows:
-        print(f"{name:50}{value}")
+        print(f"at most {gpus * 1e12 / seconds:,.0f} tokens/s on {gpu}, path {path} ({arch})")
 
 def main(argv=None):
     warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP, in a single process
     parser = argparse.ArgumentParser(description="Each claim, one command.")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("train", add_help=False, help="takes the flags of train.py")
-    p = commands.add_parser("plan", help="takes the flags of train.py too")
+    p = commands.add_parser("plan", allow_abbrev=False, help="takes the flags of train.py too")
     p.add_argument("--gpus", type=train.positive, default=1, metavar="N")
-    for name in ("bias", "sqnr", "cpu", "dispatch", "kernels", "tune", "scale", "readme"):
+    for name in ("bias", "sqnr", "cpu", "dispatch", "kernels", "tune", "readme"):
         commands.add_parser(name)
     models = {"loss": ["nano"], "ablate": ["nano"],
               "scaling": [*SIZES["dense"], *SIZES["moe"], *VARIED]}
     for name in models:
-        p = commands.add_parser(name)
+        p = commands.add_parser(name, allow_abbrev=False)
         p.add_argument("--models", nargs="+", default=models[name], choices=MODELS)
         p.add_argument("--seeds", type=train.positive, default=5, metavar="N")
-        p.add_argument("--rows", nargs="+", help="some of the table's recipes")
-        p.add_argument("--estimators", nargs="+", choices=("branched", "scratch"),
-                       default=["branched"], help="branched: the last third of the steps, from the "
-                       "BF16 run's checkpoint; scratch: whole runs, from the same weights")
+        p.add_argument("--rows", nargs="+", choices=RECIPES, help="some of the table's recipes")
+        p.add_argument("--estimators", nargs="+", choices=("scratch", "branched"),
+                       default=["branched"], help="whole runs; or the last third of the steps, "
+                       "from the BF16 run's checkpoint")
         p.add_argument("--jobs", type=train.positive, metavar="N", help="runs at a time",
                        default=1 if torch.cuda.is_available() else os.cpu_count())
         p.add_argument("--quick", action="store_true", help="300 steps, 2 seeds")
         p.set_defaults(runs=HERE / "out" / "bench")
-        p.add_argument("train", nargs="*", help="more flags for train.py, after --")
+        p.epilog = "More flags are for train.py."
     args, rest = parser.parse_known_args(argv)
     if args.command == "train":
         return train.main(rest)
-    if args.command == "plan":
-        args.train = rest
-    elif rest:
+    args.train = rest
+    if rest and args.command not in ("plan", *models):
         parser.error(f"unknown arguments: {' '.join(rest)}")
     if args.command in ("kernels", "tune"):
         os.environ["UFP4_BACKEND"] = "triton"           # an error rather than the reference
