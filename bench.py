@@ -195,7 +195,7 @@ def varied(name, like="ufp4", **changes):
 
 # The choices of arXiv 2512.02010 (a block's maximum to 6 or 4) and arXiv 2605.31035 (E2M1 or E1M2),
 # all else as in e2m1
-NEIGHBOURS = [experiment("four-over-six", "e2m1", Choosing, other=ufp4.E2M1_MAX4),
+NEIGHBOURS = [experiment("four-over-six", "e2m1", Choosing, other=FORMATS["e2m1-max4"]),
               experiment("mixfp4", "e2m1", Choosing, other=ufp4.E1M2)]
 # {what differs from ufp4: recipes}
 ABLATIONS = {
