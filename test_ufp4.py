@@ -250,12 +250,15 @@ def test_core_over_all_noise_it_takes_the_neighbours_with_the_number_as_their_me
 @pytest.mark.parametrize("seed", range(3))
 def test_core_noise_is_uniform_and_uncorrelated(seed):
     """Mean, variance, a chi-square of the 2^16 values, and the correlations of neighbours, of
-    orientations, steps and seeds: within 4 standard errors of independent uniform numbers."""
+    orientations, steps, seeds, and keys that share a number: within 4 standard errors of
+    independent uniform numbers."""
     g = gen(seed)
     (key, other), (later, _), (foreign, _) = (random_key("cpu", i) for i in (g, g, gen(seed + 100)))
-    u, *others = (noise_from(k, (1024, 1024)).double() - 0.5 for k in (key, other, later, foreign))
-    others.append(noise_from(other, u.shape, -2) - 0.5)
-    assert torch.equal(others[-1], others[0].mT.float())
+    half = torch.stack((key[0], later[1])), torch.stack((later[0], key[1]))
+    u, *others = (noise_from(k, (1024, 1024)).double() - 0.5
+                  for k in (key, other, later, foreign, *half))
+    others.append(noise_from(other, u.shape, -2).double() - 0.5)
+    assert torch.equal(others[-1], others[0].mT)
     assert abs(u.mean() + 2.0**-17) * (12 * u.numel()) ** 0.5 < 4
     assert abs(u.square().mean() - 1 / 12) * (180 * u.numel()) ** 0.5 < 4
     counts = torch.bincount(((u + 0.5) * 2**16).long().flatten(), minlength=2**16)
@@ -439,6 +442,7 @@ def test_core_compiled_is_eager_bit_for_bit(rows, cols):
         assert same_bits(ufp4.fused(ufp4.Quantized.dequantize, packed), values)
     else:
         assert same_bits(fast[0], ufp4.quantize_both(*args)[0])
+    assert ufp4.COMPILED[ufp4.quantize_both] is not ufp4.quantize_both  # it did not fall back
 
 @compiling()
 def test_core_a_layer_compiles_without_graph_breaks():
@@ -538,9 +542,9 @@ def settings(text, tmp_path, monkeypatch):
     common = [*TINY, "--data", str(text), "--out", str(tmp_path / "out/run")]
     return lambda *flags: train.parse_args([*common, *flags])
 
-def weights(out, which=-1):
-    """The model of one of a run's checkpoints, {name: whole tensor}, whatever ranks wrote it."""
-    dcp_to_torch_save(train.checkpoints(Path(out))[which], Path(out) / "whole.pt")
+def weights(out):
+    """The model of a run's last checkpoint, {name: whole tensor}, whatever ranks wrote it."""
+    dcp_to_torch_save(train.checkpoints(Path(out))[-1], Path(out) / "whole.pt")
     return torch.load(Path(out) / "whole.pt", weights_only=False)["model"]
 
 def same_weights(a, b):
@@ -845,10 +849,10 @@ def test_train_killed_and_resumed_ends_with_the_same_weights(settings, text, tmp
     assert same_weights(weights(out), weights(whole.out)) and records(out) == records(whole.out)
 
 def test_train_ctrl_c_saves_and_says_how_to_go_on(text, tmp_path):
-    out = tmp_path / "out"
+    out, log = tmp_path / "out", tmp_path / "out/log.jsonl"
     flags = ["--recipe", "bf16", "--steps", "100000", "--save-interval", "100000"]
     process = start_train([*flags, "--out", str(out)], text, tmp_path)
-    while not (out / "log.jsonl").exists() or len(train.read_log(out / "log.jsonl")) < 4:
+    while process.poll() is None and (not log.exists() or len(train.read_log(log)) < 4):
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     error = process.communicate(timeout=300)[1]
