@@ -1,7 +1,6 @@
 """Each test states one property and compares it with an oracle of its own: codes written out by
-hand, exact fractions, float64, brute force."""
+hand, exact fractions, float64, brute force. Those of ufp4.py alone: pytest -k core test_ufp4.py"""
 import argparse
-import concurrent.futures
 import dataclasses
 import functools
 import http.server
@@ -9,7 +8,6 @@ import itertools
 import json
 import math
 import os
-import random
 import re
 import shutil
 import signal
@@ -17,8 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -28,8 +25,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"        # before triton is imported: runs kernels on the CPU
@@ -49,7 +44,7 @@ SCALE_BLOCKS = (("fp32", 16), ("e4m3", 16), ("e4m3_up", 16), ("e8m0", 32), ("e8m
 MAGNITUDES = {"e2m1": [0, 0.5, 1, 1.5, 2, 3, 4, 6], "int4": [0, 1, 2, 3, 4, 5, 6, 7],
               "e1m2": [0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75]}
 GRIDS = MAGNITUDES | {f"e2m1-max{m}": [v for v in MAGNITUDES["e2m1"] if v <= m] for m in (2, 3, 4)}
-QUANTIZED = [name for name, r in RECIPES.items() if r.fmt and type(r) is Recipe]
+QUANTIZED = ("ufp4", "e2m1", "ufp4-int4", "ufp4-e4m3", "ufp4-mx", "e2m1-full-rht", "nvfp4", "mxfp4")
 every_format = pytest.mark.parametrize("name", GRIDS)
 every_scale = pytest.mark.parametrize("scale,block", SCALE_BLOCKS)
 
@@ -93,7 +88,7 @@ def close(got, expected, length):
 
 # ---- Formats, rounding to nearest, scales --------------------------------------------------------
 @pytest.mark.parametrize("name", MAGNITUDES)
-def test_levels_and_all_16_codes(name):
+def test_core_levels_and_all_16_codes(name):
     codes = [c for c in range(16) if not (name == "int4" and c == 8)]           # no -8
     if name == "int4":
         values = [float(c - 16 if c > 7 else c) for c in codes]
@@ -105,14 +100,8 @@ def test_levels_and_all_16_codes(name):
     assert q.scale.tolist() == [1.0] and same_bits(q.dequantize(), x)
     assert q.codes.tolist() == [low + 16 * high for low, high in zip(codes[::2], codes[1::2])]
 
-def at_scale_one(points, name):
-    """Quantize magnitudes up to g_max, with g_max itself in each block, so that its scale is 1."""
-    blocks = F.pad(points, (0, -len(points) % 15)).view(-1, 15)
-    top = torch.full((len(blocks), 1), float(GRIDS[name][-1]))
-    return fake_quantize(torch.cat((blocks, top), 1), name)[:, :15].flatten()[:len(points)]
-
 @every_format
-def test_nearest_rounding_is_brute_force_with_ties_to_even(name):
+def test_core_nearest_rounding_is_brute_force_with_ties_to_even(name):
     levels = [Fraction(v) for v in GRIDS[name]]
     ties = np.array([(a + b) / 2 for a, b in zip(levels, levels[1:])], dtype=np.float32)
     points = np.concatenate([ties, *(np.nextafter(ties, np.float32(v)) for v in (0, 9)),
@@ -120,41 +109,20 @@ def test_nearest_rounding_is_brute_force_with_ties_to_even(name):
     nearest = [min(range(len(levels)), key=lambda i: (abs(Fraction(a) - levels[i]), i % 2))
                for a in points.tolist()]
     expected, points = torch.tensor(GRIDS[name]).float()[nearest], torch.from_numpy(points)
-    assert torch.equal(at_scale_one(points, name), expected)
-    assert torch.equal(at_scale_one(-points, name), -expected)
+    top = torch.full_like(points, GRIDS[name][-1])          # makes the scale of each block 1
+    x = torch.stack((points, -points, *[top] * 14), 1)
+    assert torch.equal(fake_quantize(x, name)[:, :2], torch.stack((expected, -expected), 1))
 
 @every_format
-def test_the_bias_of_a_bin_is_its_difference_of_half_widths(name):
-    lopsided = {2: -0.125, 4: -0.25} if name.startswith("e2m1") else {}
-    for low, level, high in zip(GRIDS[name], GRIDS[name][1:], GRIDS[name][2:]):
-        left, right = (level - low) / 2, (high - level) / 2
-        points = level - left + (left + right) * (torch.arange(10**4) + 0.5) / 10**4
-        bias = (at_scale_one(points, name).double() - points).mean().item()
-        assert bias == pytest.approx((left - right) / 2, abs=1e-4)
-        assert (left - right) / 2 == lopsided.get(level, 0)
-
-def gaussian_slope(levels):
-    """E <Q(x), x> / E <x, x> of 16 standard normals, an integral over their maximum m. The other 15
-    are cut off at m; between two ties a and b the integral of y phi(y) is phi(a) - phi(b)."""
-    m = torch.linspace(1e-3, 9, 9001).double()[:, None]
-    v = torch.tensor(levels).double() * m / levels[-1]
-    ties = torch.cat((v[:, :1], (v[:, 1:] + v[:, :-1]) / 2, m), 1)
-    phi, inside = torch.exp(-ties.square() / 2) / (2 * math.pi) ** 0.5, torch.erf(m / 2**0.5)
-    others = 15 * (2 * v * (phi[:, :-1] - phi[:, 1:])).sum(1, keepdim=True) / inside
-    density = 16 * 2 * phi[:, -1:] * inside**15
-    return torch.trapezoid(density * (m**2 + others), m, dim=0).item() / 16
-
-@every_format
-def test_the_gaussian_slope_is_the_float64_integral(name):
+def test_core_the_gaussian_slope_in_closed_form_is_what_is_measured(name):
     x = torch.randn(150_000, 16, generator=gen())
-    alpha, se = slope(fake_quantize(x, name), x)
-    assert abs(alpha - gaussian_slope(GRIDS[name])) < 4 * se < 1e-3
-    assert name != "e2m1" or alpha < 0.997
-    assert name not in ("e1m2", "int4") or alpha > 1
+    (alpha, se), closed = slope(fake_quantize(x, name), x), ufp4.gaussian_slope(GRIDS[name])
+    assert abs(alpha - closed) < 4 * se < 1e-3
+    assert name not in ("e2m1", "e1m2") or f"{closed:.4f}" in ufp4.__doc__
 
 @pytest.mark.parametrize("name", ["e2m1", "e1m2"])
 @pytest.mark.parametrize("scale", ["e4m3", "e4m3_up"])
-def test_e4m3_scales_are_in_the_table_of_e4m3_numbers(name, scale):
+def test_core_e4m3_scales_are_in_the_table_of_e4m3_numbers(name, scale):
     table = np.array([(m / 8 + (e > 0)) * 2.0 ** (max(e, 1) - 7)
                       for e in range(16) for m in range(8)][:127])      # the 128th is NaN
     assert table[-1] == 448
@@ -170,7 +138,7 @@ def test_e4m3_scales_are_in_the_table_of_e4m3_numbers(name, scale):
     assert np.array_equal(s.double().numpy(), table[above if scale == "e4m3_up" else nearest])
 
 @pytest.mark.parametrize("name,top", [("e2m1", 2), ("e1m2", 0), ("int4", 2)])
-def test_e8m0_scales_are_the_powers_of_two_that_frexp_gives(name, top):
+def test_core_e8m0_scales_are_the_powers_of_two_that_frexp_gives(name, top):
     amax = torch.rand(2000, generator=gen()).mul(60).sub(30).exp2()
     amax = torch.cat((amax, torch.tensor([1.75, 6, 7, 14, 1e-45, 1e-39, 3e-38, 3e38])))
     amax = torch.cat((amax, *(torch.nextafter(amax, torch.tensor(to)) for to in (1e-45, INF))))
@@ -182,7 +150,7 @@ def test_e8m0_scales_are_the_powers_of_two_that_frexp_gives(name, top):
         assert SCALES[scale](amax, GRIDS[name][-1])[0].tolist() == s
 
 @every_format
-def test_fp32_scales_are_amax_over_g_max_and_amax_survives(name):
+def test_core_fp32_scales_are_amax_over_g_max_and_amax_survives(name):
     x, g_max = torch.randn(500, 4, 16, generator=gen()), GRIDS[name][-1]
     amax = x.abs().amax(-1)
     assert np.array_equal(SCALES["fp32"](amax, g_max)[0], amax.numpy() / np.float32(g_max))
@@ -192,7 +160,7 @@ def test_fp32_scales_are_amax_over_g_max_and_amax_survives(name):
     assert all(Fraction(s) * Fraction(g_max) >= Fraction(a) for s, a in zip(scales, tiny.tolist()))
 
 @every_format
-def test_tiles_share_a_scale_and_quantize_transposes_alike(name):
+def test_core_tiles_share_a_scale_and_quantize_transposes_alike(name):
     w = torch.randn(48, 64, generator=gen())
     q, amax = quantize(w, name, two_d=True), w.view(3, 16, 4, 16).abs().amax((1, 3))
     assert np.array_equal(q.scale[::16], amax / np.float32(GRIDS[name][-1]))
@@ -201,7 +169,7 @@ def test_tiles_share_a_scale_and_quantize_transposes_alike(name):
 
 @every_scale
 @every_format
-def test_packing_and_transposing_keep_every_bit(name, scale, block):
+def test_core_packing_and_transposing_keep_every_bit(name, scale, block):
     """quantize().dequantize() is fake_quantize, and dim = -2 is dim = -1 of the transposed."""
     x = adversarial()[:32] if scale[:4] != "e4m3" else adversarial()[9:41]      # (32, 64)
     for stochastic, tiles in itertools.product((False, True), repeat=2):
@@ -220,7 +188,7 @@ def test_packing_and_transposing_keep_every_bit(name, scale, block):
 @every_scale
 @every_format
 @pytest.mark.parametrize("stochastic", [False, True])
-def test_corners(name, scale, block, stochastic):
+def test_core_corners(name, scale, block, stochastic):
     f = functools.partial(fake_quantize, fmt=name, scale=scale, block=block, stochastic=stochastic)
     for bad in (NAN, INF, -INF):
         x, lost = torch.ones(2, 64), torch.zeros(2, 64, dtype=torch.bool)
@@ -242,38 +210,25 @@ ufp4_with = functools.partial(replace, RECIPES["ufp4"])
 
 @pytest.mark.parametrize("message,call", [
     ("K = 40, block = 16", lambda: quantize(zeros(2, 40))),
-    ("K = 0", lambda: fake_quantize(torch.tensor(1.0))),
+    ("with two_d the rows .* of .8, 32.", lambda: quantize(zeros(8, 32), two_d=True)),
     ("only floats .* got torch.int64", lambda: quantize(zeros(2, 32).long())),
-    ("'fp8'.*fp32, e4m3, e4m3_up", lambda: quantize(zeros(2, 32), scale="fp8")),
     ("'e5m2'.*e2m1, e1m2, int4", lambda: quantize(zeros(2, 32), "e5m2")),
-    ("even and positive, .* got 0", lambda: quantize(zeros(2, 32), block=0)),
-    ("multiples of 16", lambda: quantize(zeros(8, 32), two_d=True)),
-    ("'nope'.*bf16, ufp4", lambda: ufp4.get_recipe("nope")),
-    ("'e5m2'.*e2m1, e1m2, int4", lambda: Recipe("mine", "e5m2")),
     ("'fp8'.*fp32, e4m3, e4m3_up", lambda: Recipe("mine", "int4", "fp8")),
-    ("some of fprop, dgrad, wgrad; got 'wgrad'", lambda: ufp4_with(rht="wgrad")),
-    ("some of x, w, dy; got .'grad',", lambda: ufp4_with(sr=("grad",))),
-    ("rht_block must be a power of two", lambda: ufp4_with(rht_block=12)),
-    ("divide the other", lambda: ufp4_with(block=24)),
-    ("even and positive, got 15", lambda: ufp4_with(block=15)),
-    ("have no effect", lambda: ufp4_with(fmt=None)),
-    ("16 signs, dimension 24", lambda: rht(zeros(2, 24), random_signs(0))),
-    ("power of two of rows, not 12", lambda: hadamard(12)),
-    ("got .*4, 32.*16, 48", lambda: ufp4.linear(zeros(4, 32), zeros(16, 48), "ufp4")),
-    ("no ends", lambda: ufp4.linear(zeros(4, 32), zeros(2, 16, 32), "ufp4")),
-    ("and .2,.", lambda: ufp4.linear(zeros(4, 32), zeros(3, 16, 32), "ufp4", torch.tensor([2, 4]))),
-    ("got torch.int64", lambda: ufp4.linear(zeros(4, 32).long(), zeros(16, 32), "ufp4")),
-    ("in_features = 20, out_features = 16", lambda: ufp4.Linear(20, 16)),
-    ("multiples of 64, .* = 96", lambda: ufp4.Linear(96, 64, recipe=ufp4_with(rht_block=64))),
+    ("'nope'.*bf16, ufp4", lambda: ufp4.get_recipe("nope")),
+    ("'fprop', 'dgrad', 'wgrad'.* got 'wgrad'", lambda: ufp4_with(rht="wgrad")),
+    ("power of two of rows, not 12", lambda: ufp4_with(rht_block=12)),
+    ("block = 24, rht_block = 16", lambda: ufp4_with(block=24)),
+    ("got .4, 32., .16, 48.", lambda: ufp4.linear(zeros(4, 32), zeros(16, 48), "ufp4")),
+    ("got .4, 32., .2, 16, 32.", lambda: ufp4.linear(zeros(4, 32), zeros(2, 16, 32), "ufp4")),
 ])
-def test_bad_arguments_are_named(message, call):
+def test_core_bad_arguments_are_named(message, call):
     with pytest.raises(ValueError, match=message):
         call()
 
 # ---- Stochastic rounding, by its law -------------------------------------------------------------
 @every_scale
 @pytest.mark.parametrize("name", MAGNITUDES)
-def test_the_stochastic_slope_is_one_unless_the_scale_clips(name, scale, block):
+def test_core_the_stochastic_slope_is_one_unless_the_scale_clips(name, scale, block):
     x = torch.randn(32768, 64, generator=gen())
     q = Quantizer(FORMATS[name], SCALES[scale], block, stochastic=True)
     for y in q(x), q(x.mT.contiguous(), dim=-2).mT:
@@ -282,7 +237,7 @@ def test_the_stochastic_slope_is_one_unless_the_scale_clips(name, scale, block):
         assert se < 4e-4 and (alpha < 1 - 5 * se if clips else abs(alpha - 1) < 4 * se)
 
 @every_format
-def test_over_all_noise_it_takes_the_neighbours_with_the_number_as_their_mean(name):
+def test_core_over_all_noise_it_takes_the_neighbours_with_the_number_as_their_mean(name):
     """Each of the 65536 values of the noise once; the number is rounded to 2^-16 of the step."""
     grid = torch.tensor(GRIDS[name]).double()
     a = torch.cat((torch.linspace(0, GRIDS[name][-1], 100), grid.float()))[:, None]
@@ -293,14 +248,17 @@ def test_over_all_noise_it_takes_the_neighbours_with_the_number_as_their_mean(na
     assert ((q.mean(1, keepdim=True) - a).abs() <= (above - below) * 2.0**-17).all()
 
 @pytest.mark.parametrize("seed", range(3))
-def test_noise_is_uniform_and_uncorrelated(seed):
+def test_core_noise_is_uniform_and_uncorrelated(seed):
     """Mean, variance, a chi-square of the 2^16 values, and the correlations of neighbours, of
-    orientations, steps and seeds: within 4 standard errors of independent uniform numbers."""
+    orientations, steps, seeds, and keys that share a number: within 4 standard errors of
+    independent uniform numbers."""
     g = gen(seed)
     (key, other), (later, _), (foreign, _) = (random_key("cpu", i) for i in (g, g, gen(seed + 100)))
-    u, *others = (noise_from(k, (1024, 1024)).double() - 0.5 for k in (key, other, later, foreign))
-    others.append(noise_from(other, u.shape, -2) - 0.5)
-    assert torch.equal(others[-1], others[0].mT.float())
+    half = torch.stack((key[0], later[1])), torch.stack((later[0], key[1]))
+    u, *others = (noise_from(k, (1024, 1024)).double() - 0.5
+                  for k in (key, other, later, foreign, *half))
+    others.append(noise_from(other, u.shape, -2).double() - 0.5)
+    assert torch.equal(others[-1], others[0].mT)
     assert abs(u.mean() + 2.0**-17) * (12 * u.numel()) ** 0.5 < 4
     assert abs(u.square().mean() - 1 / 12) * (180 * u.numel()) ** 0.5 < 4
     counts = torch.bincount(((u + 0.5) * 2**16).long().flatten(), minlength=2**16)
@@ -309,16 +267,7 @@ def test_noise_is_uniform_and_uncorrelated(seed):
     pairs += [p for d in (1, 2, 3, 16) for p in ((u[d:], u[:-d]), (u[:, d:], u[:, :-d]))]
     assert all(abs((a * b).mean()) * 12 * a.numel() ** 0.5 < 4 for a, b in pairs)
 
-@pytest.mark.parametrize("bit", [0, 7, 15, 16, 24, 30])
-@pytest.mark.parametrize("which", [0, 1])
-def test_each_bit_of_the_key_reaches_half_of_the_noise(which, bit):
-    key = random_key("cpu", gen(bit))[0]
-    flipped = key.clone()
-    flipped[which] ^= 1 << bit
-    a, b = ((noise_from(k, (256, 64)) * 2**16).int() for k in (key, flipped))
-    assert 0.4 < torch.stack([(a ^ b) >> i & 1 for i in range(16)]).double().mean() < 0.6
-
-def test_randomness_comes_from_the_generator_alone():
+def test_core_randomness_comes_from_the_generator_alone():
     x = torch.randn(32, 64, generator=gen())
     before = torch.get_rng_state()
     a, b, c = (fake_quantize(x, stochastic=True, generator=gen(seed)) for seed in (3, 3, 4))
@@ -329,7 +278,7 @@ def test_randomness_comes_from_the_generator_alone():
     assert torch.equal(a, fake_quantize(x, stochastic=True))            # None: the default one
 
 @pytest.mark.parametrize("n", [1, 2, 16, 128])
-def test_rht_multiplies_by_signs_and_an_orthonormal_matrix(n):
+def test_core_rht_multiplies_by_signs_and_an_orthonormal_matrix(n):
     h, signs = hadamard(n).double(), random_signs(11, n)
     assert torch.allclose(h @ h.T, torch.eye(n).double(), atol=1e-6, rtol=0)
     assert torch.equal(h, h.T) and (n == 1 or h[1, 1] < 0 < h[0, 0])
@@ -358,7 +307,7 @@ def oracle(x, w, dy, recipe, key):
     return y[:m], dx[:m], q(dy.T, "dy", "wgrad", across) @ q(x.T, "x", "wgrad").T
 
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_autograd_function_is_the_three_quantized_gemms(name, monkeypatch):
+def test_core_autograd_function_is_the_three_quantized_gemms(name, monkeypatch):
     recipe, keys = replace(RECIPES[name], sign_seed=3), [random_key("cpu", gen(5))]
     monkeypatch.setattr(ufp4, "random_key", lambda device: keys.pop())      # once, for dY
     x = torch.randn(3, 25, 64, generator=gen(), requires_grad=True)         # not whole blocks
@@ -371,25 +320,15 @@ def test_autograd_function_is_the_three_quantized_gemms(name, monkeypatch):
     assert close((y - layer.bias).view(75, 96), ey, 64) and close(x.grad.view(75, 64), edx, 96)
     assert close(layer.weight.grad, edw, 75) and close(layer.bias.grad, dy.double().sum((0, 1)), 75)
 
-@dataclass(frozen=True)
-class E2M1Somewhere(Recipe):
-    """An experiment: a GEMM or an operand in E2M1."""
-    where: str = ""
-
-    def quantizer(self, operand, gemm):
-        q = super().quantizer(operand, gemm)
-        return replace(q, fmt=E2M1) if self.where in (operand, gemm) else q
-
 @pytest.mark.parametrize("field,value,changed", [
     ("rht", ("fprop",), "y"), ("rht", ("dgrad",), "x"), ("rht", ("wgrad",), "w"),
     ("sr", ("dy",), "xw"), ("sr", ("x",), "yw"), ("sr", ("w",), "yx"), ("tiles", True, "yx"),
-    ("fmt", "e2m1", "yxw"), ("scale", "e8m0", "yxw"), ("block", 32, "yxw"), ("fmt", "int4", ""),
-    ("where", "dgrad", "x"), ("where", "x", "yw"), ("where", "w", "yx"), ("where", "dy", "xw")])
-def test_each_field_of_a_recipe_reaches_its_gemm_and_no_other(field, value, changed):
+    ("fmt", "e2m1", "yxw"), ("scale", "e8m0", "yxw"), ("block", 32, "yxw"), ("fmt", "int4", "")])
+def test_core_each_field_of_a_recipe_reaches_its_gemm_and_no_other(field, value, changed):
     def results(**fields):
         x = torch.randn(64, 64, generator=gen(), requires_grad=True)
         w = torch.randn(32, 64, generator=gen(1), requires_grad=True)
-        y = ufp4.linear(x, w, E2M1Somewhere("mine", **fields))
+        y = ufp4.linear(x, w, Recipe("mine", **fields))
         return y, *torch.autograd.grad(y, (x, w), torch.randn(64, 32, generator=gen(2)))
     pairs = zip("yxw", results(), results(**{field: value}))
     assert "".join(n for n, a, b in pairs if not torch.equal(a, b)) == changed
@@ -403,25 +342,16 @@ class FixedPointRecipe(Recipe):
     def quantizer(self, operand, gemm):
         return FixedPoint()
 
-def test_an_experiment_of_ten_lines_reaches_all_three_gemms_and_trains():
-    x = torch.randn(20, 32, generator=gen(), requires_grad=True)
+def test_core_an_experiment_without_codes_reaches_all_three_gemms():
+    x, dy = torch.randn(20, 32, generator=gen(), requires_grad=True), torch.randn(20, 16)
     layer = ufp4.Linear(32, 16, bias=False, recipe=FixedPointRecipe("mine"))
-    optimizer, losses = torch.optim.SGD(layer.parameters(), 0.005), []
-    for _ in range(30):
-        y = layer(x)
-        loss = 100 * F.mse_loss(y, x[:, :16].detach())
-        (dy,) = torch.autograd.grad(loss, y, retain_graph=True)
-        optimizer.zero_grad()
-        x.grad = None
-        loss.backward()
-        a, b, c = (torch.round(t.detach().double() * 64) / 64 for t in (x, layer.weight, dy))
-        assert close(y, a @ b.T, 32) and close(x.grad, c @ b, 16)
-        assert close(layer.weight.grad, c.T @ a, 20)
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.2 * losses[0]
+    y = layer(x)
+    y.backward(dy)
+    a, b, c = (torch.round(t.detach().double() * 64) / 64 for t in (x, layer.weight, dy))
+    assert close(y, a @ b.T, 32) and close(x.grad, c @ b, 16)
+    assert close(layer.weight.grad, c.T @ a, 20)
 
-def test_gradients_are_unbiased_under_stochastic_rounding():
+def test_core_gradients_are_unbiased_under_stochastic_rounding():
     """Over draws of dY's noise, dX and dW tend to the products with dY unquantized."""
     x = torch.randn(32, 64, generator=gen(), requires_grad=True)
     w = torch.randn(48, 64, generator=gen(1), requires_grad=True)
@@ -435,8 +365,8 @@ def test_gradients_are_unbiased_under_stochastic_rounding():
         assert abs(z.mean()) < 0.15 and 0.9 < z.std() < 1.1             # a row shares its noise
 
 @pytest.mark.parametrize("name", ["bf16", *QUANTIZED])
-def test_grouped_is_a_loop_over_experts(name, monkeypatch):
-    monkeypatch.setattr(ufp4, "noise_from", lambda key, shape, dim: torch.full(shape, 0.3))
+def test_core_grouped_is_a_loop_over_experts(name, monkeypatch):
+    monkeypatch.setattr(ufp4, "noise_from", lambda key, shape, dim=-1: torch.full(shape, 0.3))
     recipe, sizes = RECIPES[name], [5, 0, 32, 17, 0, 1]                 # ragged, and some empty
     ends = torch.tensor(sizes).cumsum(0)
     x, w = torch.randn(55, 64, generator=gen()), torch.randn(6, 32, 64, generator=gen(1))
@@ -453,7 +383,7 @@ def test_grouped_is_a_loop_over_experts(name, monkeypatch):
 
 @pytest.mark.parametrize("dtype,autocast", [
     (torch.bfloat16, True), (torch.float16, True), (torch.bfloat16, False), (torch.float64, False)])
-def test_dtypes_and_autocast(dtype, autocast):
+def test_core_dtypes_and_autocast(dtype, autocast):
     layer = ufp4.Linear(64, 48, bias=False, dtype=None if autocast else dtype)
     x = torch.randn(20, 64, generator=gen(), dtype=layer.weight.dtype, requires_grad=True)
     with torch.autocast("cpu", dtype, enabled=autocast):
@@ -466,42 +396,26 @@ def test_dtypes_and_autocast(dtype, autocast):
     y.double().sum().backward()
     assert x.grad.dtype == x.dtype and layer.weight.grad.dtype == layer.weight.dtype
 
-@pytest.mark.parametrize("need_x,need_w,expected", [
-    (False, False, "x- w-"), (True, False, "x- w- y- -w"), (False, True, "xx w- -y"),
-    (True, True, "xx w- yy -w")])
-def test_only_what_a_gradient_needs_is_quantized(need_x, need_w, expected, monkeypatch):
-    calls, operands = [], ufp4.operands
-
-    def spy(t, rows=None, cols=None, keep=False):
-        name = {(16, 32): "x", (48, 32): "w", (16, 48): "y"}[tuple(t.shape)]
-        calls.append((name if rows else "-") + (name if cols else "-"))
-        return operands(t, rows, cols, keep)
-    monkeypatch.setattr(ufp4, "operands", spy)
-    x, w = torch.randn(16, 32, requires_grad=need_x), torch.randn(48, 32, requires_grad=need_w)
-    y = ufp4.linear(x, w, "ufp4")
-    if need_x or need_w:
-        y.sum().backward()
-    assert " ".join(calls) == expected
-    assert (x.grad is not None, w.grad is not None) == (need_x, need_w)
+def test_core_a_frozen_operand_changes_nothing_for_the_other():
+    x, w, found = torch.randn(20, 32), torch.randn(48, 32), []
+    dy = torch.randn(20, 48)
+    for need_x, need_w in (True, True), (True, False), (False, True):
+        x, w = x.detach().requires_grad_(need_x), w.detach().requires_grad_(need_w)
+        torch.manual_seed(1)
+        ufp4.linear(x, w, "ufp4").backward(dy)
+        found.append((x.grad, w.grad))
+    (dx, dw), (same_dx, none), (nothing, same_dw) = found
+    assert none is nothing is None and torch.equal(dx, same_dx) and torch.equal(dw, same_dw)
 
 @pytest.mark.parametrize("name,scale_bytes", [("ufp4", 4), ("ufp4-e4m3", 1), ("ufp4-mx", 1)])
-def test_what_is_kept_between_the_passes_has_4_bits(name, scale_bytes):
+def test_core_what_is_kept_between_the_passes_has_4_bits(name, scale_bytes):
     kept, w = [], torch.randn(32, 64, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         ufp4.linear(torch.randn(96, 64), w, name)
     size = sum(t.nbytes for t in kept if t.data_ptr() != w.data_ptr())
     assert size == 96 * 64 // 2 + 96 * 64 // RECIPES[name].block * scale_bytes + 4
 
-def test_recomputation_replays_the_noise():
-    x, w = torch.randn(32, 64, requires_grad=True), torch.randn(48, 64, requires_grad=True)
-    grads = []
-    for run in ufp4.linear, functools.partial(checkpoint, ufp4.linear, use_reentrant=False):
-        torch.manual_seed(1)
-        y = run(x, w, ufp4_with(sr=("x", "w", "dy")))
-        grads.append(torch.autograd.grad(y.square().sum(), (x, w)))
-    assert all(map(torch.equal, *grads))
-
-def test_bf16_no_tokens_and_no_second_derivative():
+def test_core_bf16_no_tokens_and_no_second_derivative():
     layer, x = ufp4.Linear(20, 40, recipe="bf16"), torch.randn(16, 20, requires_grad=True)
     assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
     assert ufp4.Linear(16, 32)(zeros(0, 16)).shape == (0, 32)
@@ -511,27 +425,27 @@ def test_bf16_no_tokens_and_no_second_derivative():
         grad.sum().backward()
 
 @compiling()
+@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler here")
 @pytest.mark.filterwarnings("error:torch.compile failed")
 @pytest.mark.parametrize("rows,cols", [
     (Quantizer(E2M1, ufp4.e4m3, tiles=True, stochastic=True), None),
     (None, Quantizer(signs=random_signs(1, 2), stochastic=True))])
-def test_compiled_is_eager_bit_for_bit(rows, cols):
-    if not ufp4.can_compile("cpu"):
-        pytest.skip("no C++ compiler here")
+def test_core_compiled_is_eager_bit_for_bit(rows, cols):
     x = torch.randn(256, 192, generator=gen()) * 10 ** torch.randn(256, 1, generator=gen(1))
     x[64:96] *= 1e-40
     x[3, 40], x[50, 60] = (NAN, INF) if cols else (0.0, -0.0)
     args = (x, rows, cols, cols is not None, random_key("cpu", gen()))
-    plain, fast = ufp4.quantize_both(*args), ufp4.fused(ufp4.quantize_both)(*args)
+    fast = ufp4.fused(ufp4.quantize_both, *args)
     if cols:                                                            # kept, in 4 bits
         values, packed = cols(x, noise_from(args[-1][1], x.shape, -2), -2), fast[1]
         assert packed.codes.numel() >= 2**14                            # fewer are not compiled
-        assert same_bits(ufp4.fused(ufp4.Quantized.dequantize)(packed), values)
+        assert same_bits(ufp4.fused(ufp4.Quantized.dequantize, packed), values)
     else:
-        assert same_bits(fast[0], plain[0])
+        assert same_bits(fast[0], ufp4.quantize_both(*args)[0])
+    assert ufp4.COMPILED[ufp4.quantize_both] is not ufp4.quantize_both  # it did not fall back
 
 @compiling()
-def test_a_layer_compiles_without_graph_breaks():
+def test_core_a_layer_compiles_without_graph_breaks():
     layer = ufp4.Linear(64, 48, recipe=ufp4_with(rht=("wgrad",), rht_block=2))
     x, grads = torch.randn(20, 64, requires_grad=True), []
     for f in layer, torch.compile(layer, fullgraph=True, backend="eager"):
@@ -539,27 +453,16 @@ def test_a_layer_compiles_without_graph_breaks():
         grads.append(torch.autograd.grad(f(x).square().sum(), (x, layer.weight)))
     assert all(map(torch.equal, *grads))
 
-@compiling()
-@pytest.mark.filterwarnings("always")
-def test_without_a_compiler_it_says_so_once_and_gives_the_same_bits(monkeypatch):
-    from torch._inductor import config, utils
+def test_core_without_a_compiler_it_says_so_once_and_gives_the_same_bits(monkeypatch):
+    def fail(*args):
+        raise RuntimeError("no compiler is found")
     x = torch.randn(256, 256, generator=gen())
-    monkeypatch.setattr(ufp4, "can_compile", functools.cache(ufp4.can_compile.__wrapped__))
-    with utils.fresh_cache(), config.patch({"cpp.cxx": ("no-such-compiler",)}):
-        torch._dynamo.reset()
-        with pytest.warns(UserWarning) as warned:
-            results = [ufp4.linear(x, x, name) for name in ("e2m1", "ufp4")]
-    torch._dynamo.reset()
-    assert sum("install a C++ compiler" in str(w.message) for w in warned) == 1
-    with torch.compiler.set_stance("force_eager"):
-        assert all(torch.equal(y, ufp4.linear(x, x, n)) for y, n in zip(results, ("e2m1", "ufp4")))
-
-def test_import_is_light():
-    done = subprocess.run([sys.executable, "-c", "import ufp4, sys; print(*sys.modules)"], cwd=HERE,
-                          capture_output=True, text=True)
-    modules = set(done.stdout.split())
-    assert "ufp4" in modules
-    assert not {"triton", "matplotlib", "torch._dynamo", "torch._inductor"} & modules
+    expected = [ufp4.linear(x, x, name) for name in ("e2m1", "ufp4")]
+    monkeypatch.setattr(ufp4, "COMPILED", {})
+    monkeypatch.setattr(torch, "compile", lambda f, **how: fail)
+    with pytest.warns(UserWarning, match="C.. compiler, .*no compiler is found") as warned:
+        results = [ufp4.linear(x, x, name) for name in ("e2m1", "ufp4")]
+    assert len(warned) == 1 and all(map(torch.equal, results, expected))
 
 # ---- convert -------------------------------------------------------------------------------------
 class Tied(nn.Module):
@@ -571,7 +474,7 @@ class Tied(nn.Module):
         self.inner = nn.Sequential(nn.Linear(16, 16), nn.ReLU())
         self.again = self.inner[0]                                      # one module in two places
 
-def test_convert_keeps_everything_but_the_arithmetic():
+def test_core_convert_keeps_everything_but_the_arithmetic():
     m, x = Tied(), torch.randn(4, 16, generator=gen())
     before = {k: (v.data_ptr(), v.dtype) for k, v in m.state_dict().items()}
     assert ufp4.convert(m, "e2m1") is m
@@ -591,7 +494,7 @@ def test_convert_keeps_everything_but_the_arithmetic():
     ("'fp4'.*ufp4", {"recipe": "fp4"}), ("'head'.*a, b, inner.0", {"skip": ("head",)}),
     ("nothing to convert", {"skip": ("a", "b", "inner", "lm_head")}),
     ("'a'.*in_features = 16", {"recipe": "ufp4-mx"}), ("'hooked' has had its forward", {})])
-def test_convert_refuses_before_changing_anything(message, how):
+def test_core_convert_refuses_before_changing_anything(message, how):
     m = Tied()
     if not how:
         m.hooked = nn.Linear(16, 16)
@@ -600,9 +503,24 @@ def test_convert_refuses_before_changing_anything(message, how):
         ufp4.convert(m, **how)
     assert type(m.a) is type(m.b) is nn.Linear
 
-def test_convert_warns_of_the_fast_path_around_its_layers():
-    with pytest.warns(UserWarning, match="set_fastpath_enabled"):
-        ufp4.convert(nn.TransformerEncoderLayer(32, 2, 64).eval())
+# ---- The lesson ----------------------------------------------------------------------------------
+def test_core_the_lesson_fits_a_screen_and_is_right(capsys):
+    ufp4.lesson()
+    text = capsys.readouterr().out
+    lines = text.splitlines()
+    assert len(lines) <= 50 and max(map(len, lines)) <= 100
+    x, codes, decoded = ([line.split()[1:] for line in lines if line.startswith(name)]
+                         for name in ("x ", "code", "Q(x)"))
+    for i, name in enumerate(("e2m1", "e1m2")):         # before the RHT, where x has two digits
+        grid, row = MAGNITUDES[name], [float(v) for v in x[0]]
+        s = max(map(abs, row)) / grid[-1]
+        nearest = [min(range(8), key=lambda c: (abs(abs(v) / s - grid[c]), c % 2)) for v in row]
+        assert codes[i] == [f"{c + 8 * (v < 0):04b}" for c, v in zip(nearest, row)]
+        assert decoded[i] == [f"{math.copysign(s * grid[c], v):.2f}" for c, v in zip(nearest, row)]
+    slopes = re.findall(r"Gaussians: (\S+), in closed form (\S+)", text)
+    for (measured, closed), name in zip(slopes, ("e2m1", "e1m2"), strict=True):
+        assert closed == f"{ufp4.gaussian_slope(GRIDS[name]):.4f}"
+        assert abs(float(measured) - float(closed)) < 6e-4
 
 # ---- train.py ------------------------------------------------------------------------------------
 TINY = ("--layers 2 --dim 32 --heads 2 --hidden 32 --seq-len 32 --batch-size 4 --steps 8 "
@@ -624,9 +542,9 @@ def settings(text, tmp_path, monkeypatch):
     common = [*TINY, "--data", str(text), "--out", str(tmp_path / "out/run")]
     return lambda *flags: train.parse_args([*common, *flags])
 
-def weights(out, which=-1):
-    """The model of one of a run's checkpoints, {name: whole tensor}, whatever ranks wrote it."""
-    dcp_to_torch_save(train.checkpoints(Path(out))[which], Path(out) / "whole.pt")
+def weights(out):
+    """The model of a run's last checkpoint, {name: whole tensor}, whatever ranks wrote it."""
+    dcp_to_torch_save(train.checkpoints(Path(out))[-1], Path(out) / "whole.pt")
     return torch.load(Path(out) / "whole.pt", weights_only=False)["model"]
 
 def same_weights(a, b):
@@ -646,7 +564,7 @@ def said(capsys, code, run, s):
 
 @pytest.mark.parametrize("flags", [["--recipe", "ufp4"], ["--recipe", "bf16", *MOE],
                                    ["--recipe", "nvfp4", "--sr", "all", "--keep-bf16", "1", *MOE]])
-def test_a_run_learns_logs_and_repeats(settings, flags, capsys):
+def test_train_a_run_learns_logs_and_repeats(settings, flags, capsys):
     s = settings(*flags, "--steps", "14", "--lr", "2e-2", "--sample", "8", "--eval-interval", "7")
     loss = train.train(s)
     lines, kept = records(s.out), weights(s.out)
@@ -664,7 +582,7 @@ def test_a_run_learns_logs_and_repeats(settings, flags, capsys):
     assert "--- sample" in printed and "float32 on 1 x" in printed.splitlines()[0]
     assert (Path(s.out + "-previous-1") / "log.jsonl").exists()                 # set aside
 
-def test_overrides_reach_the_recipe_and_the_blocks(settings):
+def test_train_overrides_reach_the_recipe_and_the_blocks(settings):
     flags = "--recipe e2m1 --rht fprop,wgrad --sr none --scale e4m3 --tiles".split()
     s = settings(*flags, "--keep-bf16", "1", "--seed", "5")
     recipe = dataclasses.replace(RECIPES["e2m1"], rht=("fprop", "wgrad"), sr=(), scale="e4m3",
@@ -678,58 +596,34 @@ def test_overrides_reach_the_recipe_and_the_blocks(settings):
     fresh = train.parse_args(["--model", "nano", "--device", "cpu", *flags, "--seed", "3"])
     assert fresh.out == "out/nano-e2m1-scale.e4m3-rht.fprop+wgrad-sr.none-tiles.True-s3"
 
-def test_a_recipe_of_ones_own_class_trains_and_its_row_is_recorded(settings, monkeypatch, capsys):
-    @dataclasses.dataclass(frozen=True)
-    class Mine(ufp4.Recipe):
-        swap: tuple = ()
-
-    flags = ["--recipe", "mine", "--seed", "5", "--sr", "dy", "--steps", "2"]
-    monkeypatch.setitem(RECIPES, "mine", Mine("mine", sign_seed=2, swap=(ufp4.FORMATS["int4"],)))
-    train.train(settings(*flags))
-    row = train.read_log(Path(settings().out) / "log.jsonl")[0]["settings"]
-    assert {k[7:]: v for k, v in row.items() if k.startswith("recipe.")} == {
-        "name": "mine", "fmt": "e1m2", "scale": "fp32", "block": 16, "rht": [], "sr": ["dy"],
-        "tiles": False, "rht_block": 16, "sign_seed": 7, "swap": ["int4"]}
-    monkeypatch.setitem(RECIPES, "mine", Mine("mine", sign_seed=2))             # a row, edited
-    error = said(capsys, 1, train.train, settings(*flags, "--resume"))
-    assert "recipe.swap is [] now and was ['int4']" in error
-
-def test_learning_rate_warms_up_and_decays(settings):
+def test_train_learning_rate_warms_up_and_decays(settings):
     s = settings("--steps", "100", "--warmup", "10", "--lr", "1", "--min-lr", "0.2")
     lrs = [train.learning_rate(i, s) for i in range(100)]
     assert lrs[0] == 0.1 and lrs[9] == lrs[10] == 1.0 and lrs[-1] == pytest.approx(0.2)
     assert all(a > b for a, b in zip(lrs[10:], lrs[11:]))
     assert train.parse_args(["--model", "nano", "--device", "cpu", "--steps", "20"]).warmup == 4
 
-def test_what_the_optimizer_gets(settings, monkeypatch):
-    """The step's learning rate, decay for matrices alone, a clipped gradient, noise of its own."""
+def test_train_what_the_optimizer_gets(settings, monkeypatch):
+    """The step's learning rate, decay for matrices alone, a clipped gradient."""
     steps, real = [], torch.optim.AdamW.step
 
     def step(self, closure=None):
-        groups = self.param_groups
-        for p, decay in ((p, g["weight_decay"]) for g in groups for p in g["params"]):
-            assert decay == (0.3 if p.dim() > 1 else 0)
-        norm = math.sqrt(sum(p.grad.square().sum().item() for g in groups for p in g["params"]))
-        if groups[0]["lr"]:                             # DCP, too, steps, at 0
-            steps.append(([g["lr"] for g in groups], norm, torch.initial_seed()))
+        parameters = [(p, group) for group in self.param_groups for p in group["params"]]
+        assert all(g["weight_decay"] == (0.3 if p.dim() > 1 else 0) for p, g in parameters)
+        norm = math.sqrt(sum(p.grad.square().sum().item() for p, _ in parameters))
+        if self.param_groups[0]["lr"]:                  # DCP, too, steps, at 0
+            steps.append(({g["lr"] for _, g in parameters}, norm))
         return real(self, closure)
 
     monkeypatch.setattr(torch.optim.AdamW, "step", step)
-    flags = ["--recipe", "bf16", *MOE, "--balance-rate", "0.5", "--weight-decay", "0.3"]
-    for seed, clip in ("0", "0"), ("1", "0.01"):                                # 0: no clipping
-        s = settings(*flags, "--clip", clip, "--seed", seed)
-        train.train(s)
-        norms = [norm for _, norm, _ in steps[-8:]]
-        logged = [line["grad_norm"] for line in records(s.out)]
-        assert norms == pytest.approx(logged if clip == "0" else 8 * [0.01], rel=1e-5)
-        assert min(logged) > 0.1
-    assert [lrs for lrs, *_ in steps] == [[train.learning_rate(i, s)] * 2 for i in range(8)] * 2
-    assert len({seed for *_, seed in steps}) == 16
-    for name, v in weights(s.out).items():              # the loads: counted, used and cleared
-        assert not name.endswith("mlp.load") or not v.any()
-        assert not name.endswith("mlp.bias") or v.abs().max() >= 0.5
+    s = settings("--recipe", "bf16", "--weight-decay", "0.3", "--clip", "0.01")
+    train.train(s)
+    lrs, norms = zip(*steps)
+    assert list(lrs) == [{train.learning_rate(i, s)} for i in range(8)]
+    assert norms == pytest.approx(8 * [0.01], rel=1e-3)
+    assert min(line["grad_norm"] for line in records(s.out)) > 0.1
 
-def test_validation_is_the_mean_of_evenly_spaced_windows(settings):
+def test_train_validation_is_the_mean_of_evenly_spaced_windows(settings):
     s = settings("--recipe", "bf16", *MOE, "--grad-accum", "2")
     tokens = np.random.default_rng(0).integers(0, 256, 1000).astype(np.uint16)
     model, ids = train.GPT(s, RECIPES["bf16"], 256), torch.from_numpy(tokens.astype(np.int64))
@@ -743,7 +637,7 @@ def test_validation_is_the_mean_of_evenly_spaced_windows(settings):
     assert train.evaluate(model, tokens, s) == pytest.approx(sum(nll) / 3, rel=1e-5)
     assert model.training and not any(block.mlp.load.any() for block in model.blocks)
 
-def test_attention_is_causal_and_rope_is_relative(settings):
+def test_train_attention_is_causal_and_rope_is_relative(settings):
     model = train.GPT(settings(), RECIPES["bf16"], 256)
     a = torch.randint(0, 256, (1, 32))
     b = a.clone()
@@ -757,15 +651,7 @@ def test_attention_is_causal_and_rope_is_relative(settings):
         assert torch.allclose(diagonal, diagonal[0].expand_as(diagonal), atol=1e-4)
     assert not torch.allclose(scores[5, 0], scores[0, 0], atol=1e-2)
 
-def test_initial_weights_have_gpt2s_deviations(settings):
-    s = settings("--dim", "64", "--hidden", "64", *MOE)
-    model = train.GPT(s, RECIPES["bf16"], 256)
-    model.init_weights()
-    for name, p in model.named_parameters():            # 2 layers, 2 last matrices in each
-        std = 0.02 / (2 if name.endswith(("proj.weight", "fc2", "fc2.weight")) else 1)
-        assert (p == 1).all() if p.dim() == 1 else p.std().item() == pytest.approx(std, rel=0.15)
-
-def test_moe_is_the_weighted_sum_of_chosen_experts(settings):
+def test_train_moe_is_the_weighted_sum_of_chosen_experts(settings):
     """Against a loop over tokens; and balancing moves each bias against its load."""
     moe = train.MoE(settings("--experts", "6", "--top-k", "2"), RECIPES["bf16"])
     for p in moe.parameters():
@@ -787,7 +673,7 @@ def test_moe_is_the_weighted_sum_of_chosen_experts(settings):
     assert torch.allclose(moe.bias - bias, 1e-3 * torch.sign(mean - loads), atol=1e-7)
     assert not moe.load.any()
 
-def test_batches_are_random_windows_that_ranks_and_parts_share_out(settings, monkeypatch):
+def test_train_batches_are_random_windows_that_ranks_and_parts_share_out(settings, monkeypatch):
     s = settings("--batch-size", "12")
     shards = [np.arange(n, dtype=np.uint16) + 1000 * i for i, n in enumerate((400, 97, 330))]
     x, y = train.get_batch(shards, s, 3)
@@ -810,7 +696,7 @@ def test_batches_are_random_windows_that_ranks_and_parts_share_out(settings, mon
     ("nano", 0.87e6, 0.87e6), ("nano-moe", 2.84e6, 0.93e6), ("small", 25.97e6, 25.97e6),
     ("small-moe", 151.5e6, 26.1e6), ("dense-1.5b", 1.5e9, 1.5e9), ("moe-7.9b", 7.9e9, 1.3e9),
     ("moe-124b", 124e9, 5.1e9)])
-def test_presets_have_their_size_within_a_percent(model, total, active):
+def test_train_presets_have_their_size_within_a_percent(model, total, active):
     """The last three are the paper's. Against a sum by hand, too."""
     s = train.parse_args(["--model", model, "--device", "cpu"])
     c, h, e, v = s.dim, s.hidden, s.experts, 50257 if s.data == "fineweb" else 256
@@ -820,33 +706,7 @@ def test_presets_have_their_size_within_a_percent(model, total, active):
     with torch.device("meta"):
         assert train.counts(train.GPT(s, RECIPES["ufp4"], v), s)[:2] == (n, a)
 
-def test_flops_are_what_torch_counts(settings):
-    """Of the matrix products of a step (torch's counter leaves experts' and attention's out)."""
-    s = settings("--dim", "64", "--hidden", "128", "--seq-len", "64", *MOE)
-    model, tokens = train.GPT(s, RECIPES["bf16"], 256), torch.randint(0, 256, (2, 64))
-    with FlopCounterMode(display=False) as counter:
-        model(tokens, tokens).backward()
-    aten = torch.ops.aten
-    counted = sum(counter.get_flop_counts()["Global"].get(op, 0) for op in (aten.mm, aten.addmm))
-    norms, attention = 6 * 5 * 64, 2 * 6 * 64 * 64
-    experts = 2 * 6 * s.top_k * 3 * 64 * 128
-    assert 128 * (train.counts(model, s)[2] - norms - attention - experts) == counted
-
-def test_dtype_follows_the_hardware_and_mfu_its_peak(settings, monkeypatch):
-    monkeypatch.setattr(train, "hardware", lambda device: ("Tesla T4", False))
-    assert train.parse_args(["--device", "cpu"]).dtype == "float32"
-    monkeypatch.setattr(train, "hardware", lambda device: ("NVIDIA H100 80GB HBM3", True))
-    assert train.parse_args(["--device", "cpu"]).dtype == "bfloat16"
-    s = settings("--recipe", "bf16", "--dtype", "bfloat16", "--steps", "2")
-    seen, real = set(), F.linear
-    monkeypatch.setattr(F, "linear", lambda *args: seen.add(real(*args).dtype) or real(*args))
-    train.train(s)
-    assert seen == {torch.bfloat16}
-    line = train.read_log(Path(s.out) / "log.jsonl")[-1]
-    flops = train.counts(train.GPT(s, RECIPES["bf16"], 256), s)[2]
-    assert line["mfu"] == pytest.approx(flops * line["tokens_per_s"] / 989e12, rel=0.01)
-
-def test_rematerialization_draws_the_same_noise(settings, tmp_path):
+def test_train_rematerialization_draws_the_same_noise(settings, tmp_path):
     """Noise in the forward pass (--sr all) and in the backward: the same run, bit for bit."""
     flags = ["--recipe", "ufp4", "--sr", "all", *MOE, "--grad-accum", "2", "--steps", "3"]
     plain, remat = (settings(*flags, *more, "--out", str(tmp_path / "out" / name))
@@ -855,7 +715,7 @@ def test_rematerialization_draws_the_same_noise(settings, tmp_path):
     assert same_weights(weights(plain.out), weights(remat.out))
     assert records(plain.out) == records(remat.out)
 
-def test_a_damaged_checkpoint_is_refused_and_the_one_before_goes_on(settings, capsys):
+def test_train_a_damaged_checkpoint_is_refused_and_the_one_before_goes_on(settings, capsys):
     s = settings("--recipe", "bf16")
     train.train(s)
     whole = weights(s.out)
@@ -870,12 +730,11 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_goes_on(settings, ca
             assert re.search(f"{newer.name} is .*damaged.* goes on from .*{older.name}", error)
             file.write_bytes(content)
     shutil.rmtree(newer)
-    shutil.copytree(older, older.with_name("ckpt-best"))        # a user's own: left alone
     train.train(settings("--recipe", "bf16", "--resume"))
     assert [p.name for p in train.checkpoints(Path(s.out))] == [older.name, newer.name]
-    assert same_weights(weights(s.out), whole) and older.with_name("ckpt-best").exists()
+    assert same_weights(weights(s.out), whole)
 
-def test_resume_refuses_another_run_and_branch_another_model(settings, text, tmp_path, capsys):
+def test_train_resume_and_branch_refuse_another_run(settings, text, tmp_path, capsys):
     bf16 = ["--recipe", "bf16", "--data", str(tmp_path / "mine.txt")]
     (tmp_path / "mine.txt").write_text(text.read_text())
     refused = lambda *flags: said(capsys, 1, train.train, settings(*bf16, *flags))
@@ -895,27 +754,23 @@ def test_resume_refuses_another_run_and_branch_another_model(settings, text, tmp
     (tmp_path / "mine.txt").write_text(text.read_text().upper())
     assert "data is 'mine-" in refused("--resume")                              # another text
 
-def test_loss_error_is_relative_to_the_bf16_run_beside(settings, tmp_path, capsys):
+def test_train_loss_error_is_relative_to_the_bf16_run_beside(settings, tmp_path, capsys):
     def run(name, *flags):
         return train.train(settings("--out", str(tmp_path / "out" / name), *flags))
 
     bf16 = run("b", "--recipe", "bf16")
-    (tmp_path / "out/another").mkdir()
-    (tmp_path / "out/another/log.jsonl").write_text("[1, 2]\n")                 # another program's
     run("../start", "--recipe", "e2m1")
     start = str(train.checkpoints(tmp_path / "start")[0])
     run("a", "--recipe", "bf16", "--branch", start)                             # in part in 4 bits
     capsys.readouterr()
     loss = run("e", "--recipe", "e2m1")
     assert f"loss error {(loss - bf16) / bf16:+.2%}" in capsys.readouterr().out
-    run("e2", "--recipe", "e2m1", "--seed", "2")
-    assert "for its loss error, finish a run of --recipe bf16" in capsys.readouterr().out
     log = tmp_path / "out/b/log.jsonl"
     log.write_text("".join(log.open().readlines()[:5]))                         # stopped at step 4
     mine = train.read_log(tmp_path / "out/e/log.jsonl")[0]["settings"]
     assert train.bf16_loss(tmp_path / "out/e", mine) is None
 
-def test_a_loss_that_is_not_finite_stops_the_run_unsaved(settings, monkeypatch, capsys):
+def test_train_a_loss_that_is_not_finite_stops_the_run_unsaved(settings, monkeypatch, capsys):
     s, real, calls = settings("--recipe", "bf16", "--steps", "6"), train.GPT.forward, []
 
     def forward(self, tokens, targets=None):
@@ -935,7 +790,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_unsaved(settings, monkeypatch, 
 @pytest.mark.parametrize("flags,code,message", [
     ("--recipe fp4", 2, "invalid choice: 'fp4'"), ("--steps 0", 2, "at least 1, got 0"),
     ("--lr nan", 2, "finite and at least 0, got nan"), ("--device warp", 2, "can't be used"),
-    ("--rht forward", 2, "some of fprop, dgrad, wgrad"), ("--dim 40", 2, "in_features = 40"),
+    ("--rht forward", 2, "got ('forward',)"), ("--dim 40", 2, "in_features = 40"),
     ("--heads 3", 2, "--dim 32 must split into --heads 3"),
     ("--experts 4 --top-k 5", 2, "--top-k 5 must be from 1 to --experts 4"),
     ("--grad-accum 3", 2, "must be a multiple of 1 processes x --grad-accum 3"),
@@ -943,22 +798,10 @@ def test_a_loss_that_is_not_finite_stops_the_run_unsaved(settings, monkeypatch, 
     ("--data nothing.txt", 1, "no data set or file is called 'nothing.txt'"),
     ("--seq-len 20000", 1, "fewer than a context and its target, 20001"),
     ("--out /dev/null/run", 1, "/dev/null/run")])
-def test_bad_input_is_one_clear_sentence(settings, text, capsys, flags, code, message):
+def test_train_bad_input_is_one_clear_sentence(settings, text, capsys, flags, code, message):
     common = [*TINY, "--data", str(text), "--out", os.devnull]
     error = said(capsys, code, train.main, [*common, *flags.split()])
     assert message in error and error.startswith("train.py: ") and error.count("\n") == 1
-
-def test_the_commit_is_recorded(monkeypatch, tmp_path):
-    monkeypatch.setattr(train, "__file__", str(tmp_path / "train.py"))
-    assert train.commit() is None
-    (tmp_path / "train.py").write_text("1")
-    git = ["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=b"]
-    for command in ["init", "-q"], ["add", "train.py"], ["commit", "-qm", "c"], ["tag", "v1"]:
-        subprocess.run([*git, *command], check=True)
-    head = subprocess.check_output([*git, "rev-parse", "HEAD"], text=True).strip()
-    assert train.commit() == head
-    (tmp_path / "train.py").write_text("2")
-    assert train.commit() == head + "-dirty"
 
 # ---- train.py in processes of its own ------------------------------------------------------------
 KILLED_IN_SAVE = """
@@ -973,13 +816,11 @@ def save(state, checkpoint_id, **kwargs):
 train.dcp.save = save
 """
 SEEDS = """
-import torch
-real = torch.optim.AdamW.step
-def step(self, closure=None):
-    if self.param_groups[0]["lr"]:      # DCP, too, steps, at 0
-        print(torch.initial_seed(), file=open(f"seeds-{train.RANK}", "a"))
-    return real(self, closure)
-torch.optim.AdamW.step = step
+real = train.nn.utils.clip_grad_norm_
+def clip(*args):
+    print(train.torch.initial_seed(), file=open(f"seeds-{train.RANK}", "a"))
+    return real(*args)
+train.nn.utils.clip_grad_norm_ = clip
 """
 
 def start_train(flags, text, tmp_path, preamble="", ranks=1):
@@ -993,7 +834,7 @@ def start_train(flags, text, tmp_path, preamble="", ranks=1):
     return subprocess.Popen([sys.executable, *(torchrun if ranks > 1 else []), tmp_path / "run.py"],
                             cwd=tmp_path, text=True, stderr=subprocess.PIPE)
 
-def test_killed_and_resumed_ends_with_the_same_weights(settings, text, tmp_path):
+def test_train_killed_and_resumed_ends_with_the_same_weights(settings, text, tmp_path):
     """kill -9 in the middle of a save, two steps after the last; with noise, bit for bit."""
     out, whole = tmp_path / "out/killed", settings(*MOE, "--out", str(tmp_path / "out/whole"))
     train.train(whole)
@@ -1007,18 +848,18 @@ def test_killed_and_resumed_ends_with_the_same_weights(settings, text, tmp_path)
     train.train(settings(*MOE, "--out", str(out), "--resume"))
     assert same_weights(weights(out), weights(whole.out)) and records(out) == records(whole.out)
 
-def test_ctrl_c_saves_and_says_how_to_go_on(text, tmp_path):
-    out = tmp_path / "out"
+def test_train_ctrl_c_saves_and_says_how_to_go_on(text, tmp_path):
+    out, log = tmp_path / "out", tmp_path / "out/log.jsonl"
     flags = ["--recipe", "bf16", "--steps", "100000", "--save-interval", "100000"]
     process = start_train([*flags, "--out", str(out)], text, tmp_path)
-    while not (out / "log.jsonl").exists() or len(train.read_log(out / "log.jsonl")) < 4:
+    while process.poll() is None and (not log.exists() or len(train.read_log(log)) < 4):
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     error = process.communicate(timeout=300)[1]
     assert process.returncode == 130 and "and saved; add --resume" in error
     assert int(train.checkpoints(out)[-1].name[5:]) == records(out)[-1]["step"]
 
-def test_two_processes_are_one_with_two_parts_also_after_losing_one(settings, text, tmp_path):
+def test_train_two_processes_are_one_with_two_parts_also_after_losing_one(settings, text, tmp_path):
     """Bit for bit, 3 experts on 2 ranks included: the halves of a batch are multiplied and summed
     alike, whoever computes them. (The gradient's norm is summed in another order: no clipping.)
     When a rank is killed, the other stops and says so, and two go on."""
@@ -1039,35 +880,19 @@ def test_two_processes_are_one_with_two_parts_also_after_losing_one(settings, te
     seeds = [(tmp_path / f"seeds-{rank}").read_text().split() for rank in (0, 1)]
     assert len({*seeds[0], *seeds[1]}) == len(seeds[0] + seeds[1]) == 12
 
-def test_a_rank_that_meets_what_rank_0_meets_leaves_in_silence(settings, monkeypatch, capsys):
-    monkeypatch.setattr(train, "RANK", 1)
-    assert said(capsys, 0, train.parse_args, ["--steps", "0"]) == ""
-
 # ---- data/prepare.py -----------------------------------------------------------------------------
-def test_python_data_is_the_standard_library_split_by_file(tmp_path):
-    d = prepare.prepare("python", root=tmp_path)
-    train_text, val_text = (bytes(prepare.read_tokens(path)[:].astype(np.uint8)).decode()
-                            for path in d.train + d.val)
-    source = Path(dataclasses.__file__).read_text()     # a file goes to one side whole
-    assert (source in train_text) != (source in val_text)
-    assert 5e6 < len(train_text) and 0.02 < len(val_text) / len(train_text) < 0.1
-
-def test_own_text_is_bytes_and_follows_its_content(tmp_path):
+def test_data_own_text_is_bytes_and_follows_its_content(tmp_path):
     path = tmp_path / "my.txt"
     for content in "naïve <|endoftext|> ☃\n".encode() * 50, bytes(range(256)) * 4:
         path.write_bytes(content)
         d = prepare.prepare(str(path), root=tmp_path)
-        parts = [prepare.read_tokens(p[0]).tolist() for p in (d.train, d.val)]
-        assert bytes(parts[0] + parts[1]) == content and len(parts[0]) == len(content) * 9 // 10
-        assert prepare.encoding(d.encoding).decode_bytes(parts[0] + parts[1]) == content
-    stamp = d.val[0].stat().st_mtime_ns
-    assert prepare.prepare(str(path), root=tmp_path).val[0].stat().st_mtime_ns == stamp # made once
-    for nothing in b"", b" \n", b"a":
-        path.write_bytes(nothing)
-        with pytest.raises(ValueError, match="holds no text"):
-            prepare.prepare(str(path), root=tmp_path)
+        tokens = np.concatenate([prepare.read_tokens(p[0]) for p in (d.train, d.val)]).tolist()
+        assert prepare.encoding(d.encoding).decode_bytes(tokens) == bytes(tokens) == content
+    path.write_bytes(b" \n")
+    with pytest.raises(ValueError, match="holds no text"):
+        prepare.prepare(str(path), root=tmp_path)
 
-def test_a_token_file_that_is_damaged_or_of_another_vocabulary_is_named(tmp_path):
+def test_data_a_token_file_that_is_damaged_or_of_another_vocabulary_is_named(tmp_path):
     path = tmp_path / "a.bin"
     prepare.write_tokens(path, [1, 2, 50257, 3])
     assert prepare.read_tokens(path).tolist() == [1, 2, 50257, 3]
@@ -1080,18 +905,15 @@ def test_a_token_file_that_is_damaged_or_of_another_vocabulary_is_named(tmp_path
             prepare.read_tokens(path)
 
 class Server(http.server.BaseHTTPRequestHandler):
-    """Serves `files`, with byte ranges unless `ranges` is off; breaks off after `limit` bytes."""
-    files, ranges, limit, asked = {}, True, None, []
+    """Serves `files`, with byte ranges, of which `asked` has those asked for; breaks off after
+    `limit` bytes."""
 
     def do_GET(self):
-        body, start = self.files.get(self.path), 0
-        self.asked.append(self.headers.get("Range"))
-        if body is None:
-            return self.send_error(404)
-        if self.ranges and (r := self.headers.get("Range")):
-            start = int(r.removeprefix("bytes=").removesuffix("-"))
-            if start >= len(body):
-                return self.send_error(416)
+        body, wanted = self.files.get(self.path, b""), self.headers["Range"] or "bytes=0-"
+        self.asked.append(wanted)
+        start = int(wanted[6:-1])
+        if start >= len(body):
+            return self.send_error(416 if body else 404)
         self.send_response(206 if start else 200)
         self.send_header("Content-Length", str(len(body) - start))
         self.end_headers()
@@ -1102,50 +924,46 @@ class Server(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server():
-    handler = type("Handler", (Server,), {"files": {}, "asked": []})
-    httpd = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=httpd.serve_forever, daemon=True).start()
-    handler.url = f"http://127.0.0.1:{httpd.server_port}"
-    yield handler
-    httpd.shutdown()
-    httpd.server_close()
+    handler = type("Handler", (Server,), {"files": {}, "asked": [], "limit": None})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as httpd:
+        threading.Thread(target=httpd.serve_forever, daemon=True).start()
+        handler.url = f"http://127.0.0.1:{httpd.server_port}"
+        yield handler
+        httpd.shutdown()
 
-def test_fineweb_downloads_resumes_and_checks(server, tmp_path):
+def test_data_fineweb_downloads_shards_and_goes_on_after_a_break(server, tmp_path):
     prepare.write_tokens(tmp_path / "shard.bin", np.arange(200_000) % 50257)
     body = (tmp_path / "shard.bin").read_bytes()
-    server.files.update({"/fineweb_val_000000.bin": body, "/fineweb_train_000001.bin": body})
+    for name in "val_000000", "train_000001", "train_000002":
+        server.files[f"/fineweb_{name}.bin"] = body
     server.limit = 150_000
     with pytest.raises(OSError, match="broke off|could not download"):
-        prepare.prepare("fineweb", root=tmp_path, url=server.url)
+        prepare.prepare("fineweb", tmp_path, 2, server.url)
     path = tmp_path / "fineweb/fineweb_val_000000.bin"
     kept = path.with_name(path.name + ".part").stat().st_size
     assert not path.exists() and 0 < kept <= 150_000    # never half there under its name
     server.limit = None
-    d = prepare.prepare("fineweb", root=tmp_path, url=server.url)
-    assert f"bytes={kept}-" in server.asked and d.vocab_size == 50257
-    assert d.val[0].read_bytes() == d.train[0].read_bytes() == body
-    count = len(server.asked)
-    prepare.prepare("fineweb", root=tmp_path, url=server.url)
-    assert len(server.asked) == count                   # nothing is fetched twice
-    for ranges, left in (False, body[:500]), (True, body + b"more"), (True, body):
-        server.ranges = ranges
+    for _ in range(2):                                  # the second time nothing is fetched
+        d = prepare.prepare("fineweb", tmp_path, 2, server.url)
+        assert len(server.asked) == 4 and server.asked[1] == f"bytes={kept}-"
+    assert [p.read_bytes() for p in d.val + d.train] == [body] * 3 and d.vocab_size == 50257
+    for left in body, body + b"more":                   # whole but for its name, or too long
         path.with_name("a.bin.part").write_bytes(left)
         prepare.download(f"{server.url}/fineweb_val_000000.bin", path.with_name("a.bin"))
         assert path.with_name("a.bin").read_bytes() == body
 
-def test_a_wrong_or_missing_file_says_what_to_do(server, tmp_path):
+def test_data_a_wrong_or_missing_file_says_what_to_do(server, tmp_path):
     server.files["/bad.bin"] = b"<html>please log in</html>" * 100
     with pytest.raises(OSError, match="not what it should be"):
         prepare.download(f"{server.url}/bad.bin", tmp_path / "bad.bin", prepare.read_tokens)
     assert not list(tmp_path.glob("bad.bin*"))
-    for url, message in (f"{server.url}/gone", "404.*--data"), ("http://127.0.0.1:9/x", "--data"):
-        with pytest.raises(OSError, match=message):
-            prepare.download(url, tmp_path / "x.bin")
+    with pytest.raises(OSError, match="404.*--data"):
+        prepare.download(f"{server.url}/gone", tmp_path / "x.bin")
 
 # ---- bench.py ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name,formats", [("four-over-six", ("e2m1", "e2m1-max4")),
                                           ("mixfp4", ("e2m1", "e1m2"))])
-def test_a_block_takes_the_format_that_errs_less(name, formats):
+def test_bench_a_block_takes_the_format_that_errs_less(name, formats):
     x = torch.randn(500, 64, generator=gen())
     q = RECIPES[name].quantizer("x", "fprop")
     error = lambda y: (y - x).view(-1, 16).double().square().sum(-1)
@@ -1160,7 +978,7 @@ def test_a_block_takes_the_format_that_errs_less(name, formats):
 
 @pytest.mark.parametrize("name,slope,like", [("e2m1-debiased", 1.0, "e2m1-full-rht"),
                                              ("ufp4-shrunk", 0.996, "ufp4")])
-def test_the_slope_of_what_is_rounded_to_nearest_is_set(name, slope, like):
+def test_bench_the_slope_of_what_is_rounded_to_nearest_is_set(name, slope, like):
     x, noise = torch.randn(64, 64, generator=gen()), torch.rand(64, 64, generator=gen())
     for operand, gemm, dim in (("x", "fprop", -1), ("w", "dgrad", -2)):
         q, plain = (RECIPES[r].quantizer(operand, gemm) for r in (name, like))
@@ -1182,14 +1000,14 @@ def products(recipe):
     return {"fprop": y.detach(), "dgrad": x.grad, "wgrad": w.grad}
 
 @pytest.mark.parametrize("where", GEMMS + OPERANDS)
-def test_another_format_reaches_its_gemm_or_operand_alone(where):
+def test_bench_another_format_reaches_its_gemm_or_operand_alone(where):
     changed = {"x": {"fprop", "wgrad"}, "w": {"fprop", "dgrad"}, "dy": {"dgrad", "wgrad"}}
     ours, plain = products(f"ufp4-{where}-in-e2m1"), products("ufp4")
     assert {g for g in GEMMS if not torch.equal(ours[g], plain[g])} == changed.get(where, {where})
     if where in GEMMS:                                  # and is that format there
         assert torch.equal(ours[where], products("e2m1-full-rht")[where])
 
-def test_every_recipe_is_another_and_fits_its_models():
+def test_bench_every_recipe_is_another_and_fits_its_models():
     recipes = [r for groups in bench.GROUPS.values() for rs in groups.values() for r in rs]
     plain = products("ufp4")
     for recipe in set(recipes) - {"ufp4", "ufp4-int4"}:
@@ -1199,27 +1017,11 @@ def test_every_recipe_is_another_and_fits_its_models():
         with torch.device("meta"):
             train.GPT(s, train.make_recipe(s), 256)     # raises if a layer has no whole blocks
 
-def test_the_measured_bias_of_each_bin_is_the_closed_form():
-    for name, expected in (("e2m1", [0, 0, 0, -0.125, 0, -0.25]), ("e1m2", [0] * 6)):
-        bins = bench.bin_bias(name)
-        assert [b["closed"] for b in bins] == expected
-        assert [b["measured"] for b in bins] == pytest.approx(expected, abs=1e-5)
-def test_output_noise_is_that_of_each_quantized_product():
-    layer, linear = ufp4.Linear(64, 32, bias=False, recipe="e2m1"), ufp4.linear
-    x, w = torch.randn(48, 64, generator=gen()), layer.weight
-    y, found = bench.output_noise(lambda: layer(x))
-    assert torch.equal(y, layer(x)) and ufp4.linear is linear
-    q = lambda a: fake_quantize(a, "e2m1").double()     # fprop of e2m1 has no RHT
-    y, exact = q(x) @ q(w).T, x.double() @ w.double().T
-    slope = ((y * exact).sum() / exact.square().sum()).item()       # R is orthogonal, so
-    noise = (y.square().sum() / exact.square().sum()).item() - slope**2     # Pythagoras has it
-    assert found == [(pytest.approx(slope, rel=1e-5), pytest.approx(noise, rel=1e-3))]
-
 def run(model, recipe, seed, loss, bf16):
     return {"model": model, "recipe": recipe, "seed": seed, "val_loss": loss, "bf16_val_loss": bf16,
             "estimator": "scratch" if recipe == "bf16" else "branched"}
 
-def test_loss_errors_are_paired_by_seed_and_signed():
+def test_bench_loss_errors_are_paired_by_seed_and_signed():
     runs = [run("nano", name, s, 1.0 + e, 1.0) for name, errors in {
         "a": (0.01, 0.05, 0.03), "b": (0.02, 0.08), "ufp4": (0.1, -0.1)}.items()
         for s, e in enumerate(errors)]
@@ -1234,7 +1036,7 @@ def test_loss_errors_are_paired_by_seed_and_signed():
     mean, half = bench.interval([1.0, 2.0, 3.0, 4.0])   # t(3, 0.975) = 3.182, s = sqrt(5/3)
     assert mean == 2.5 and half == pytest.approx(3.182 * math.sqrt(5 / 3 / 4))
 
-def test_the_reduction_and_the_coverage_of_its_interval():
+def test_bench_the_reduction_and_the_coverage_of_its_interval():
     """Of 400 draws of 10 seeds, in which two models' reductions have a part in common, 95% hold the
     true one, give or take 3.5 standard deviations of that count."""
     def runs(e2m1, ufp4, model="nano"):
@@ -1254,7 +1056,7 @@ def test_the_reduction_and_the_coverage_of_its_interval():
         held += abs(part - 0.2) < half
     assert abs(held - 380) < 3.5 * math.sqrt(400 * 0.95 * 0.05)
 
-def test_the_change_with_compute_is_recovered():
+def test_bench_the_change_with_compute_is_recovered():
     """From errors that fall by 0.001, 0.002, 0.003 for tenfold compute, by seed."""
     runs, costs = [], {m: (0, 10.0**(11 + i)) for i, m in enumerate(bench.SIZES["dense"])}
     for model, (_, c) in costs.items():
@@ -1266,66 +1068,17 @@ def test_the_change_with_compute_is_recovered():
     half = 100 * 4.303 * 0.001 / math.sqrt(3)           # t(2, 0.975) = 4.303
     assert last[3:5] == ["0.00 ± 0.00", f"-0.20 ± {half:.2f}"]
 
-@pytest.fixture
-def args(tmp_path, monkeypatch):
+def test_bench_an_estimator_end_to_end(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "RESULTS", tmp_path)
-    return argparse.Namespace(command="loss", models=["nano"], seeds=1, estimators=["branched"],
-                              jobs=1, runs=tmp_path / "runs", rows=None, quick=False, train=[])
-
-def job(recipe):
-    return {"model": "nano", "recipe": recipe, "seed": 0,
-            "estimator": "scratch" if recipe == "bf16" else "branched"}
-
-def test_a_bf16_run_is_repeated_where_its_weights_are_needed(args, monkeypatch):
-    """And a run is compared with the BF16 run that it branched from, also after a repeat."""
-    ran = []
-
-    def fake(args, job):
-        ran.append(job["recipe"])
-        for path in bench.weights(args, job):
-            path.mkdir(parents=True, exist_ok=True)
-        log = bench.folder(args, job) / "log.jsonl"
-        log.write_text('{"settings": {}}\n' + json.dumps({"val_loss": float(len(ran))}) + "\n")
-        return {"val_loss": float(len(ran))}
-
-    monkeypatch.setattr(bench, "train_run", fake)
-    monkeypatch.setattr(bench, "forward_passes", lambda args, job: {})
-    bench.train_all(args, ["ufp4"])
-    shutil.rmtree(args.runs)                            # as in a fresh clone: records, no weights
-    bench.train_all(args, ["ufp4"])
-    assert ran == ["bf16", "ufp4"]
-    name, results = bench.train_all(args, ["ufp4", "e2m1"])
-    assert ran == ["bf16", "ufp4", "bf16", "e2m1"] and name == "loss"
-    assert {r["recipe"]: (r["val_loss"], r["bf16_val_loss"]) for r in results["runs"]} == {
-        "bf16": (3, 3), "ufp4": (2, 1), "e2m1": (4, 3)}
-    args.quick = True                                   # has a file and folders of its own
-    assert bench.train_all(args, ["ufp4"])[0] == "loss-quick" and len(ran) == 8     # 2 seeds
-
-def test_what_a_run_starts_from(args, monkeypatch):
-    monkeypatch.setattr(bench.subprocess, "run", lambda command, **_: argparse.Namespace(
-        returncode=1, stderr=" ".join(command)))
-
-    def command(recipe, *steps):
-        for n in steps:
-            (bench.folder(args, job(recipe)) / f"ckpt-{n:07d}").mkdir(parents=True)
-        with pytest.raises(RuntimeError) as failed:
-            bench.train_run(args, job(recipe))
-        return str(failed.value)
-
-    branch = bench.folder(args, job("bf16")) / "ckpt-0000533"
-    assert "--resume" not in command("bf16") and command("ufp4").endswith(f"--branch {branch}")
-    assert command("ufp4", 539).endswith("--resume")
-    assert "--resume" not in command("bf16", 533, 539)  # it would drop the first at the last step
-    assert command("bf16", 800).endswith("--resume")    # it has all that it must leave
-
-def test_an_estimator_end_to_end(args, tmp_path):
+    args = argparse.Namespace(command="loss", models=["nano"], seeds=1, estimators=["branched"],
+                              jobs=1, runs=tmp_path / "runs", rows=None, quick=False)
     text = tmp_path / "text.txt"
     text.write_text("".join(chr(97 + i * i % 23) for i in range(5000)))
     tiny = "--layers 1 --dim 32 --heads 2 --hidden 32 --seq-len 16 --batch-size 2 --eval-windows 2"
     args.train = [*tiny.split(), "--steps", "6", "--log-interval", "1", "--data", str(text)]
     name, results = bench.train_all(args, ["e2m1-debiased"])
     bf16, r = results["runs"]
-    log = train.read_log(bench.folder(args, job("e2m1-debiased")) / "log.jsonl")
+    log = train.read_log(bench.folder(args, r) / "log.jsonl")
     assert log[1]["step"] == 5                          # the last third of 6 steps
     assert r["bf16_val_loss"] == bf16["val_loss"] and bf16["recipe"] == "bf16"
     assert r["slope"] == pytest.approx(1, abs=0.01) and 0 < r["noise"] < 0.05
@@ -1334,7 +1087,7 @@ def test_an_estimator_end_to_end(args, tmp_path):
     assert all(row) and head[2:] == ["of it, in the weights", "forward noise alone",
                                      "slope of fprop", "noise of fprop, %"]
 
-def test_pages_have_the_tables_of_the_files_and_these_follow_from_the_runs():
+def test_bench_pages_have_the_tables_of_the_files_and_these_follow_from_the_runs():
     texts = [page.read_text() for page in bench.PAGES]
     assert [bench.fill_tables(text) for text in texts] == texts         # or: python bench.py readme
     for name in ("loss", "ablate", "scaling"):
@@ -1344,34 +1097,3 @@ def test_pages_have_the_tables_of_the_files_and_these_follow_from_the_runs():
         else:
             tables = bench.loss_tables(name, results["runs"], bench.GROUPS[name])
         assert tables == results["tables"]
-
-@pytest.mark.parametrize("experts", [[], ["--experts", "8", "--top-k", "3"]])
-def test_activation_bytes_are_what_autograd_keeps(experts):
-    """Within 3%: indices and cosines are left out."""
-    s = train.parse_args(["--model", "nano", "--device", "cpu", "--dtype", "bfloat16", "--layers",
-                          "2", "--hidden", "256", "--seq-len", "128", *experts])
-    model = train.GPT(s, RECIPES["bf16"], 256)
-    model.init_weights()
-    parameters, saved = {p.numel() for p in model.parameters()}, {}
-
-    def keep(x):
-        if not (x.numel() in parameters and x.dtype == torch.bfloat16):         # a weight, cast
-            saved[x.untyped_storage().data_ptr()] = x   # kept alive, so that addresses differ
-        return x
-
-    tokens = torch.randint(0, 256, (5, 128))            # 640: no activation has a weight's size
-    with train.autocast(s), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        model(tokens, tokens).backward()
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept = sum(x.untyped_storage().nbytes() for address, x in saved.items() if address not in own)
-    block, ends = bench.activation_bytes(s, RECIPES["bf16"])
-    logits = 6 * 256                                    # of which the gradient isn't there yet
-    assert kept == pytest.approx(640 * (2 * block + ends - logits), rel=0.03)
-
-def test_plan_prints_sizes_memory_and_paths(capsys):
-    flags = ["--model", "moe-7.9b", "--recipe", "mxfp4", "--device", "cpu"]
-    bench.bench_plan(argparse.Namespace(gpus=8, train=flags))
-    printed = capsys.readouterr().out
-    assert "7.935B parameters, 1.299B active a token" in printed
-    assert f"AdamW, float32{8 * 7.935e9 / 8 / 2**30:20.2f} GiB" in printed
-    assert "path cublas (sm_90)" in printed and "path fp4 (sm_100)" in printed
