@@ -1,6 +1,7 @@
 """Each test states one property and compares it with an oracle of its own: codes written out by
 hand, exact fractions, float64, brute force. Those of ufp4.py alone: pytest -k core test_ufp4.py"""
 import argparse
+import concurrent.futures
 import dataclasses
 import functools
 import http.server
@@ -8,6 +9,7 @@ import itertools
 import json
 import math
 import os
+import random
 import re
 import shutil
 import signal
@@ -15,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -218,8 +221,8 @@ ufp4_with = functools.partial(replace, RECIPES["ufp4"])
     ("'fprop', 'dgrad', 'wgrad'.* got 'wgrad'", lambda: ufp4_with(rht="wgrad")),
     ("power of two of rows, not 12", lambda: ufp4_with(rht_block=12)),
     ("block = 24, rht_block = 16", lambda: ufp4_with(block=24)),
-    ("got .4, 32., .16, 48.", lambda: ufp4.linear(zeros(4, 32), zeros(16, 48), "ufp4")),
-    ("got .4, 32., .2, 16, 32.", lambda: ufp4.linear(zeros(4, 32), zeros(2, 16, 32), "ufp4")),
+    ("X .4, 32. .* W .16, 48.", lambda: ufp4.linear(zeros(4, 32), zeros(16, 48), "ufp4")),
+    ("X .4, 32. .* W .2, 16, 32.", lambda: ufp4.linear(zeros(4, 32), zeros(2, 16, 32), "ufp4")),
 ])
 def test_core_bad_arguments_are_named(message, call):
     with pytest.raises(ValueError, match=message):
@@ -434,15 +437,16 @@ def test_core_compiled_is_eager_bit_for_bit(rows, cols):
     x = torch.randn(256, 192, generator=gen()) * 10 ** torch.randn(256, 1, generator=gen(1))
     x[64:96] *= 1e-40
     x[3, 40], x[50, 60] = (NAN, INF) if cols else (0.0, -0.0)
-    args = (x, rows, cols, cols is not None, random_key("cpu", gen()))
-    fast = ufp4.fused(ufp4.quantize_both, *args)
+    quantizer, dim = (cols, -2) if cols else (rows, -1)
+    args = (x, quantizer, dim, random_key("cpu", gen())[0], cols is not None)
+    fast = ufp4.fused(ufp4.quantize_along, *args)
     if cols:                                                            # kept, in 4 bits
-        values, packed = cols(x, noise_from(args[-1][1], x.shape, -2), -2), fast[1]
-        assert packed.codes.numel() >= 2**14                            # fewer are not compiled
-        assert same_bits(ufp4.fused(ufp4.Quantized.dequantize, packed), values)
+        assert fast.codes.numel() >= 2**14                              # fewer are not compiled
+        values = cols(x, noise_from(args[3], x.shape, -2), -2)
+        assert same_bits(ufp4.fused(ufp4.Quantized.dequantize, fast), values)
     else:
-        assert same_bits(fast[0], ufp4.quantize_both(*args)[0])
-    assert ufp4.COMPILED[ufp4.quantize_both] is not ufp4.quantize_both  # it did not fall back
+        assert same_bits(fast, ufp4.quantize_along(*args))
+    assert ufp4.COMPILED[ufp4.quantize_along] is not ufp4.quantize_along    # it did not fall back
 
 @compiling()
 def test_core_a_layer_compiles_without_graph_breaks():
@@ -521,6 +525,377 @@ def test_core_the_lesson_fits_a_screen_and_is_right(capsys):
     for (measured, closed), name in zip(slopes, ("e2m1", "e1m2"), strict=True):
         assert closed == f"{ufp4.gaussian_slope(GRIDS[name]):.4f}"
         assert abs(float(measured) - float(closed)) < 6e-4
+
+# ---- kernels.py, bit for bit against the reference -----------------------------------------------
+try:
+    import kernels
+    works = not kernels.INTERPRET or kernels.VERSION >= (3, 9)
+except ImportError:
+    works = False
+needs_kernels = pytest.mark.skipif(
+    not works, reason="no Triton, or an interpreter (before 3.9) that rounds tl.fma twice")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SIGNS = random_signs(0)
+BLOCKS = {name: 32 if "e8m0" in name else 16 for name in SCALES}
+ONE_OF_EACH = ("fp32", "e4m3_up", "e8m0")
+
+def randn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+def quantized(x, rows=None, cols=None, forms=("packed", "packed")):
+    """(key, Packed of rows, of columns) by quantize_kernel, in the forms asked for."""
+    x, key = x.to(DEVICE), ufp4.random_key(DEVICE)
+    plan = kernels.quantize_plan(rows, cols, forms, x.dtype)
+    *made, t = torch.ops.ufp4.quantize(x, key, plan.name)
+    return key, *(q and kernels.Packed(*made[2 * i:][:2], t[i], q.name, x.dtype)
+                  for i, q in enumerate((plan.rows, plan.cols)))
+
+def same(x, rows=None, cols=None):
+    """Asserts that the kernel's codes, scales and tensor scale are those of the reference."""
+    key, *made = quantized(x, rows, cols)
+    for i, (q, p) in enumerate(zip((rows, cols), made)):
+        if q is None:
+            continue
+        noise = ufp4.noise_from(key[i].cpu(), x.shape, -1 - i) if q.stochastic else None
+        ref = q.pack(x, noise, -1 - i)
+        codes, scale = (ref.codes.mT, ref.scale.mT) if i else (ref.codes, ref.scale)
+        got = p.scale.cpu().view(ref.scale.dtype).float()
+        assert same_bits(got, scale.float().contiguous())
+        if kernels.STORED[q.scale] == "e4m3":
+            assert same_bits(p.tensor_scale.cpu(), ref.tensor_scale)
+            got = got * p.tensor_scale.cpu()
+        meant = ~got.isnan().repeat_interleave(q.block // 2, -1)        # else codes mean nothing
+        assert torch.equal(p.codes.cpu()[meant], codes[meant])
+
+def every_sort(dtype):
+    """(32, 64): every magnitude from subnormals to where the RHT overflows, zeros of both signs;
+    and in float32 multiples of the least number."""
+    power = torch.linspace(*((-24, 15) if dtype == torch.float16 else (-133, 127)), 128)
+    power = power.round().double().view(32, 4).repeat_interleave(16, 1)
+    x = (randn(32, 64).double().clamp(-1.9, 1.9) * 2.0**power).to(dtype)
+    x[0], x[1] = 0.0, -0.0
+    if dtype == torch.float32:
+        x[2:4] = torch.arange(64) * torch.tensor([[1.0], [-7.0]]) * 2.0**-149
+        x[4, :16], x[4, 16:32] = 2.0**-149, 2.0**-126
+    if dtype == torch.bfloat16 and DEVICE == "cpu":     # whose subnormals the interpreter misreads
+        x[x.abs() < 2.0**-126] = 0.0
+    return x
+
+def ties(fmt):
+    """Blocks of 16 of the format's levels and ties with their neighbours in float32, both signs, at
+    scales from the smallest subnormal to the largest; the kernel's division changes at 2^+-80."""
+    levels = torch.tensor([v for v in fmt.levels if v <= fmt.max])
+    v = torch.cat((levels[1:], (levels[1:] + levels[:-1]) / 2))
+    v = torch.cat((v, v.nextafter(torch.tensor(math.inf)), v.nextafter(torch.tensor(0.0))))
+    v = torch.cat((v, -v)).clamp(-fmt.max, fmt.max)
+    v = F.pad(v, (0, -len(v) % 15)).view(-1, 15)
+    blocks = torch.cat((torch.full((len(v), 1), fmt.max), v), 1)
+    scales = (2.0**-149, 3 * 2.0**-149, 1e-41, 2.0**-126, 2.0**-81, 0.99 * 2.0**-80, 1.0, 1 / 3,
+              1.1 * 2.0**80, 4e37)
+    x = torch.cat([blocks * s for s in scales]).flatten()
+    return F.pad(x, (0, -len(x) % 1024)).view(-1, 64)
+
+@needs_kernels
+@pytest.mark.parametrize("fmt", ("e2m1", "e1m2", "int4", "e2m1-max3"))
+@pytest.mark.parametrize("scale", SCALES)
+def test_kernels_equal_the_reference(fmt, scale):
+    """Rows to nearest as they are, columns stochastic and rotated; random numbers, and ties."""
+    x = randn(16, 64) * torch.exp2(randn(16, 1, seed=1) * 4)
+    if scale in ("fp32", "e8m0_up"):
+        x = torch.cat((x, ties(FORMATS[fmt])))
+    x = F.pad(x, (0, 0, 0, -len(x) % 32))
+    q = Quantizer(FORMATS[fmt], SCALES[scale], BLOCKS[scale])
+    same(x, q, dataclasses.replace(q, signs=SIGNS, stochastic=True))
+
+@needs_kernels
+@pytest.mark.parametrize("fmt, dtype, n", (
+    ("e2m1", torch.bfloat16, 16), ("e1m2", torch.float16, 16), ("e1m2", torch.float32, 16),
+    ("e2m1", torch.float32, 32)))
+@pytest.mark.parametrize("scale", ONE_OF_EACH)
+def test_kernels_know_every_magnitude_and_what_is_not_finite(fmt, dtype, n, scale):
+    x = every_sort(dtype)
+    q = Quantizer(FORMATS[fmt], SCALES[scale], BLOCKS[scale], stochastic=n == 32)
+    same(x, q, dataclasses.replace(q, signs=random_signs(1, n)))
+    for bad in (-math.inf, math.nan):
+        x[6, 17] = bad
+        same(x[:, :32], q, None)
+
+@needs_kernels
+@pytest.mark.parametrize("seed", range(8))
+def test_kernels_equal_the_reference_on_any_shape(seed, monkeypatch):
+    """Every remainder of the tiles, dtypes, strides, scales shared in tiles (as W's); several
+    programs to a strip, or several tiles."""
+    r = random.Random(seed)
+    shape = (32, 32, 2, r.choice((1, 4)), 64)
+    monkeypatch.setattr(kernels, "SHAPES", dict.fromkeys(kernels.SHAPES, shape))
+    kernels.quantize_plan.cache_clear()
+    scale, n = r.choice(tuple(SCALES)), r.choice((16, 32))
+    q = Quantizer(FORMATS[r.choice(tuple(FORMATS))], SCALES[scale], BLOCKS[scale],
+                  stochastic=seed % 2 == 0, tiles=seed % 2 == 1)
+    rotated = dataclasses.replace(q, signs=random_signs(seed, n))
+    unit = max(n, q.block)
+    R, C = (unit * r.choice((1, 2, 3)) for _ in range(2))
+    x = randn(2 * R, 2 * C, seed=seed).exp() * r.choice((1, 1e-3))
+    x = x.to(r.choice((torch.float32, torch.bfloat16, torch.float16)))
+    x = r.choice((lambda: x[:R, :C], lambda: x[::2, ::2], lambda: x.view(2 * C, 2 * R)[:C, :R].T,
+                  lambda: x[:1, :C].expand(R, C)))()
+    rows, cols = r.choice(((rotated, None), (None, q), (q, rotated), (rotated, q)))
+    same(x, rows, cols)
+    kernels.quantize_plan.cache_clear()
+
+@needs_kernels
+@pytest.mark.skipif(DEVICE != "cpu", reason="takes 5 GB, which a CPU's memory only promises")
+def test_kernels_take_strides_beyond_32_bits():
+    """The last token of each of 16 long texts: elements lie more than 2^31 apart."""
+    x = torch.empty(16, 2**20 + 2**17, 128, dtype=torch.bfloat16)[:, -1]
+    x.copy_(randn(16, 128))
+    same(x, Quantizer(), Quantizer())
+
+@needs_kernels
+@pytest.mark.parametrize("fmt, scale", (("e1m2", "fp32"), ("e2m1", "e4m3"), ("int4", "e8m0")))
+def test_kernels_decode(fmt, scale):
+    """Codes times scales, rounded to bfloat16 once, ties to even: from packed operands, from
+    swizzled ones, and decoded at once. The swizzle is layout 2's, with zeros in its gaps."""
+    x = randn(160, 32) * torch.exp2(randn(160, 1, seed=1) * 6)
+    x[3, 5], x[9] = math.inf if scale != "e4m3" else 0.0, -0.0
+    for row, ulps in ((4, 1), (5, 3)):          # times a power of two, E1M2's values come halfway
+        x[row, :16] = torch.tensor([1.75, 0.25, -0.5, 1.0] * 4) * (1 + ulps * 2.0**-8)
+    x[6] *= 2.0**-125 / x[6].abs().max()        # E8M0's least scale, 2^-127
+    q = Quantizer(FORMATS[fmt], SCALES[scale], BLOCKS[scale])
+    packed, swizzled, decoded = (quantized(x, q, q, (form, form))[1:]
+                                 for form in ("packed", "swizzled", "decoded"))
+    for i, p in enumerate(packed):
+        scales = p.scale.cpu().view(ufp4.STORED.get(q.scale, torch.float32))
+        exact = ufp4.Quantized(p.codes.cpu(), scales, torch.tensor(1.0), q.fmt).dequantize()
+        for form in (packed, swizzled, decoded):
+            assert same_bits(form[i].decoded().cpu().float(), exact.bfloat16().float())
+        r, g = torch.meshgrid(*map(torch.arange, p.scale.shape), indexing="ij")
+        scales, at = swizzled[i].scale, (r // 128, g // 4, r % 32, r // 32 % 4 * 4 + g % 4)
+        assert scales.shape == (-(-len(r) // 128), -(-r.shape[1] // 4), 32, 16)
+        assert torch.equal(scales[at].nan_to_num(), p.scale.nan_to_num())
+        scales[at] = 0
+        assert not scales.any()
+
+@needs_kernels
+@pytest.mark.parametrize("name", ("ufp4", "ufp4-int4", "mxfp4", "nvfp4"))
+@pytest.mark.parametrize("operand, rows, cols", (("x", "fprop", "wgrad"), ("dy", "dgrad", "wgrad"),
+                                                 ("w", "fprop", None), ("w", None, "dgrad")))
+def test_kernels_a_layers_operands_are_the_references(name, operand, rows, cols):
+    """From the same seed, kept or not: bit for bit, but codes times FP32 scales are in bfloat16."""
+    q = dataclasses.replace(RECIPES[name], sr=("x", "dy")).quantizer
+    x = randn(*((2, 32, 64) if operand == "w" else (64, 32)), seed=2).to(DEVICE)
+    both, made = [gemm and q(operand, gemm) for gemm in (rows, cols)], []
+    for backend in (kernels, ufp4):
+        torch.manual_seed(3)
+        made.append(backend.operands(x, *both, keep=operand == "x"))
+    for got, expected in zip(*made):
+        if expected is None:
+            assert got is None
+            continue
+        if isinstance(expected, ufp4.Quantized):
+            assert got.codes.dtype == torch.uint8
+            expected = expected.dequantize().mT
+        t = 1.0 if got.tensor_scale is None else got.tensor_scale
+        expected = expected.bfloat16().float() if "ufp4" in name else expected
+        assert same_bits((got.decoded().float() * t).contiguous(), expected.contiguous())
+
+# ---- The kernels' products, and a layer on them --------------------------------------------------
+def within(got, a, b, rounded=False, results=0):
+    """|got - a b^T| is at most what the arithmetic can lose, for float64 a (M, K), b (N, K): 2^-8
+    of each, if they were `rounded` to bfloat16; 2^-23 of the terms with each of K additions in
+    float32; and 2^-8 of the sum whenever it is rounded to bfloat16, `results` times."""
+    terms = a.abs() @ b.abs().T
+    lost = terms * (((1 + 2.0**-8) ** 2 - 1 if rounded else 0) + a.shape[1] * 2.0**-23)
+    lost += ((1 + 2.0**-8) ** results - 1) * (terms + lost)
+    return bool(((got.double() - a @ b.T).abs() <= lost).all())
+
+# The interpreter reads E4M3 scales as E8M0 in dot_scaled, so fp4x4 is tested with E8M0 ones too.
+@needs_kernels
+@pytest.mark.parametrize("path, fmt, scale", (
+    ("fp4", "e2m1", "e8m0"), ("fp8", "e1m2", "e8m0_up"), ("fp4x4", "e1m2", "e8m0_up"),
+    ("cublas", "e1m2", "e4m3_up"), ("cublas", "e1m2", "fp32")))
+def test_kernels_matmul_multiplies_the_decoded_operands(path, fmt, scale, monkeypatch):
+    """Ragged tiles in M, N and K. Codes and scales multiply exactly: only sums' order differs."""
+    if path != "cublas" and not kernels.INTERPRET:
+        pytest.skip("runs where the hardware has such a path, or in the interpreter")
+    q = Quantizer(FORMATS[fmt], SCALES[scale], BLOCKS[scale], SIGNS)
+    if path != "cublas":
+        monkeypatch.setitem(kernels.NATIVE, (q.fmt.mbits, "e8m0", 32), path)
+    kernels.product_plan.cache_clear()
+    x, w = randn(129, 160), randn(130, 160, seed=1)
+    forms = ("packed" if path == "cublas" else "swizzled", "")
+    a, b = (quantized(v, q, None, forms)[1] for v in (x, w))
+    if scale != "e4m3_up":
+        a, b = a._replace(tensor_scale=None), b._replace(tensor_scale=None)
+    for dtype, results in ((torch.float32, 0), (torch.bfloat16, 1)):
+        a = a._replace(dtype=dtype)
+        with torch.autocast(DEVICE, torch.bfloat16):                    # which rounds no sum
+            got = kernels.matmul(a, b).cpu()
+        assert got.dtype == dtype
+        assert within(got, q(x).double(), q(w).double(), scale == "fp32", results)
+    kernels.product_plan.cache_clear()
+
+@needs_kernels
+def test_kernels_routes():
+    """The path of each recipe, and the combinations that a Triton version gets wrong."""
+    def path(name, arch, version=(3, 9)):
+        return kernels.route(RECIPES[name], arch, version)[0]
+
+    archs = kernels.ARCHITECTURES
+    for arch in archs:
+        assert path("bf16", arch) == "bf16" and path("ufp4", arch) == path("e2m1", arch) == "cublas"
+    assert [path("nvfp4", a) for a in archs] == ["cublas"] * 2 + ["fp4"] * 3 + ["cublas"]
+    assert [path("mxfp4", a) for a in archs] == ["cublas"] * 2 + ["fp4"] * 4
+    assert [path("ufp4-mx", a) for a in archs] == ["cublas"] * 2 + ["fp8"] * 4
+    assert [path("ufp4-e4m3", a) for a in archs] == ["cublas"] * 4 + ["fp4x4", "cublas"]
+    assert path("nvfp4", "sm_121", (3, 7)) == "cublas" and path("nvfp4", "sm_121", (3, 8)) == "fp4"
+    other = dataclasses.replace(FORMATS["e2m1"], max=5.0)
+    for changed, expected in (
+            ({"scale": "e4m3", "fmt": "int4"}, "cublas"), ({"block": 8}, "reference"),
+            ({"rht_block": 8}, "reference"), ({"scale": max}, "reference"),
+            ({"fmt": other}, "reference")):
+        recipe = dataclasses.replace(RECIPES["ufp4"], **changed)
+        assert kernels.route(recipe, "sm_120")[0] == expected
+
+@pytest.fixture(scope="module", autouse=True)
+def lowered(request):
+    """What is compiled for other GPUs: in processes beside the tests, from the file's first on."""
+    tests = [item for item in request.session.items if "compile_to" in item.name]
+    calls = [test.callspec.params["call"] for test in tests]
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        yield {call: pool.submit(bench.lowering, *call) for call in calls}
+
+# The count is of one program's code. On sm_10x an instruction is 128 x 256 x 256 bits of K, and the
+# first step of the loop is peeled off it; mma.sync has 16 x 8 x 256 bits a warp.
+@needs_kernels
+@pytest.mark.parametrize("call, instruction, count", (
+    (("matmul_kernel", "nvfp4", "sm_100"), "tcgen05.mma.cta_group::1.kind::mxf4nvf4", 8),
+    (("matmul_kernel", "ufp4-mx", "sm_103"), "tcgen05.mma.cta_group::1.kind::mxf8f6f4", 8),
+    (("matmul_kernel", "ufp4-e4m3", "sm_120"), "mma.sync.aligned.m16n8k64.row.col.kind::mxf4nvf4."
+     "block_scale.scale_vec::4X", 4 * 128 // 16 * 128 // 8 // 8),
+    (("matmul_kernel", "mxfp4", "gfx950"), "v_mfma_scale_f32_32x32x64_f8f6f4", 4 * 4 * 2 // 4)))
+def test_kernels_what_products_compile_to(call, instruction, count, lowered):
+    got = lowered[call].result()
+    assert got.get("instruction", got).startswith(instruction) and got["count"] == count, got
+    assert (got["spills"] or 0) <= 12, got
+
+@needs_kernels
+@pytest.mark.parametrize("call", [("quantize_kernel", "dY of a layer", "sm_90")])
+def test_kernels_what_quantizers_compile_to(call, lowered):
+    """All of its code, per element of a tile; it keeps (nearly) all it needs in registers."""
+    got = lowered[call].result()
+    assert got["spills"] <= 12 and got["per_element"] < 68, got
+
+@needs_kernels
+@pytest.mark.parametrize("name, grouped, arch, paths", (
+    ("ufp4", False, "sm_120", []), ("ufp4", True, "sm_90", []), ("nvfp4", False, "sm_90", []),
+    ("nvfp4", True, "sm_120", []), ("mxfp4", True, "sm_120", []),
+    ("mxfp4", False, "sm_120", ["fp4"]), ("ufp4-mx", False, "sm_120", ["fp8"])))
+def test_kernels_a_layer_equals_the_reference(name, grouped, arch, paths, monkeypatch):
+    """Both passes, from the same seed, on Blackwell's paths too, with tokens that fill no block.
+    Exact up to the order of sums; with experts, or FP32 scales, up to roundings to bfloat16."""
+    if kernels.INTERPRET:               # which has no GPU, but Blackwell's products
+        monkeypatch.setattr(kernels, "architecture", lambda device: arch)
+        kernels.layer_plan.cache_clear()
+    elif paths:
+        pytest.skip("runs where the hardware has such a path, or in the interpreter")
+    ends, made = torch.tensor([5, 40], device=DEVICE) if grouped else None, kernels.product_plan
+    taken, results = [], []
+    monkeypatch.setattr(kernels, "product_plan", lambda *a: taken.append(made(*a).path) or made(*a))
+    for backend in ("triton", "torch"):
+        monkeypatch.setenv("UFP4_BACKEND", backend)
+        torch.manual_seed(4)
+        x = randn(40, 64).to(DEVICE).requires_grad_()
+        w = randn(*([2] if grouped else []), 32, 64, seed=1).to(DEVICE).requires_grad_()
+        y = ufp4.linear(x, w, name, ends)
+        results.append((y, *torch.autograd.grad(y, (x, w), randn(40, 32, seed=2).to(DEVICE))))
+    kernels.layer_plan.cache_clear()
+    assert taken == paths * 3
+    for got, expected in zip(*results):
+        assert got.dtype == torch.float32 and got.shape == expected.shape
+        error = (got - expected).abs().max() / expected.abs().max()
+        assert error < (2.0**-7 if grouped or name == "ufp4" else 2.0**-20)
+
+@needs_kernels
+@pytest.mark.parametrize("name, most", (("ufp4", 0.38), ("nvfp4", 0.29), ("mxfp4", 0.27)))
+def test_kernels_keep_the_input_in_4_bits(name, most, monkeypatch):
+    """Bytes that autograd keeps of X, over bfloat16's; nothing with a frozen weight."""
+    monkeypatch.setenv("UFP4_BACKEND", "triton")
+    x = randn(64, 64).to(DEVICE).requires_grad_()
+    for training in (True, False):
+        w, kept = randn(32, 64, seed=1).to(DEVICE).requires_grad_(training), []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            ufp4.linear(x, w, name)
+        ratio = sum(t.nbytes for t in kept if t is not w) / (2 * x.numel())
+        assert 0.25 < ratio <= most if training else ratio == 0
+
+@needs_kernels
+def test_kernels_a_layer_on_the_kernels_compiles_without_graph_breaks(monkeypatch):
+    """Both passes of a grouped layer in one graph, the same numbers; the seed fixes the noise."""
+    monkeypatch.setenv("UFP4_BACKEND", "triton")
+    x, w = (randn(*shape).to(DEVICE).requires_grad_() for shape in ((24, 16), (2, 16, 16)))
+    ends = torch.tensor([5, 24], device=DEVICE)
+
+    def layer(x, w):
+        return ufp4.linear(x, w, "nvfp4", ends)
+
+    def results(f):
+        torch.manual_seed(0)
+        y = f(x, w)
+        return y, *torch.autograd.grad(y, (x, w), torch.ones_like(y))
+
+    with torch.compiler.set_stance("default"):
+        graph = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        for other in (layer, graph):
+            assert all(torch.equal(a, b) for a, b in zip(results(graph), results(other)))
+
+# ---- The choice of backend -----------------------------------------------------------------------
+class Mine(ufp4.Recipe):
+    pass
+
+@needs_kernels
+def test_kernels_backends_are_chosen_and_said(monkeypatch):
+    """Unknown: an error. triton: the kernels, or an error. Else what the kernels can't do runs on
+    the reference, and a GPU's user is told once."""
+    cpu, gpu = torch.device("cpu"), torch.device("cuda:99")                 # which no machine has
+    odd = (dataclasses.replace(RECIPES["ufp4"], block=8), Mine("mine"))
+    monkeypatch.setenv("UFP4_BACKEND", "cuda")
+    with pytest.raises(ValueError, match="UFP4_BACKEND is torch.*'cuda'"):
+        ufp4.choose_backend(RECIPES["ufp4"], cpu, torch.float32)
+    monkeypatch.setenv("UFP4_BACKEND", "triton")
+    assert ufp4.choose_backend(RECIPES["ufp4"], torch.device(DEVICE), torch.float32) is kernels
+    for recipe in odd:
+        with pytest.raises(ValueError, match=f"and no subclass of Recipe.*'{recipe.name}' differs"):
+            ufp4.choose_backend(recipe, cpu, torch.float32)
+    with pytest.raises(ValueError, match="float32, not torch.float64"):
+        ufp4.choose_backend(RECIPES["ufp4"], cpu, torch.float64)
+    monkeypatch.delenv("UFP4_BACKEND")
+    for recipe, why in ((odd[0], "of 16"), (odd[1], "subclass"), (RECIPES["e2m1"], "can't run")):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("default")
+            for _ in range(3):
+                assert ufp4.choose_backend(recipe, gpu, torch.float32) is ufp4
+        assert len(said) == 1 and "runs on the reference" in str(said[0].message)
+        assert why in str(said[0].message)
+    monkeypatch.setattr(kernels, "INTERPRET", False)
+    kernels.broken.cache_clear()
+    assert "need a GPU" in kernels.why_not(RECIPES["ufp4"], cpu, torch.float32)
+    kernels.broken.cache_clear()
+
+def test_kernels_without_triton_it_says_so_once():
+    code = """if True:
+        import os, sys
+        sys.modules["triton"] = None
+        import torch, ufp4
+        for backend in ("", "", "triton"):
+            os.environ["UFP4_BACKEND"] = backend
+            recipe, gpu = ufp4.RECIPES["ufp4"], torch.device("cuda")
+            print(ufp4.choose_backend(recipe, gpu, torch.float32) is ufp4)
+        """
+    done = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True)
+    said, error = done.stderr.split("Traceback")
+    assert done.stdout == "True\nTrue\n" and said.count("'ufp4' runs on") == 1
+    assert "ValueError" in error and all("triton" in text for text in (said, error))
 
 # ---- train.py ------------------------------------------------------------------------------------
 TINY = ("--layers 2 --dim 32 --heads 2 --hidden 32 --seq-len 32 --batch-size 4 --steps 8 "
@@ -806,6 +1181,7 @@ def test_train_bad_input_is_one_clear_sentence(settings, text, capsys, flags, co
 # ---- train.py in processes of its own ------------------------------------------------------------
 KILLED_IN_SAVE = """
 import os
+import random
 real = train.dcp.save
 def save(state, checkpoint_id, **kwargs):
     if state["step"] == 4 and train.RANK == train.WORLD - 1:

@@ -581,6 +581,8 @@ def train(s):
     print(f"{s.model}, {total / 1e6:.2f}M parameters, {active / 1e6:.2f}M active a token, recipe "
           f"{variant(s)}, {s.dtype} on {WORLD} x {hardware(s.device)[0]}, data {s.data}, steps "
           f"{first} to {s.steps} of {s.batch_size} x {s.seq_len} tokens, to {out}")
+    if recipe.fmt and s.device == "cpu":
+        print("the first step compiles the quantizer, which takes a minute or two if not cached")
     signals = []                        # Ctrl-C and SIGTERM stop the run after a step, and save it
     handlers = {n: signal.signal(n, lambda n, _: signals.append(n))
                 for n in (signal.SIGINT, signal.SIGTERM)}
@@ -651,8 +653,9 @@ def main(argv=None):
     logging.disable()                                   # what DCP logs of errors, stop() says
     try:
         s = parse_args(argv)
-        if WORLD > 1:                   # a rank that waits a minute for another gives up
-            dist.init_process_group(timeout=datetime.timedelta(minutes=1))
+        if WORLD > 1:                   # torchrun ends the others of a rank that is lost; one that
+            # hangs may also be compiling
+            dist.init_process_group(timeout=datetime.timedelta(minutes=10))
             patient = dist.new_group(backend="gloo", timeout=datetime.timedelta(hours=2))
         train(s)
         if WORLD > 1:
