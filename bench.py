@@ -59,7 +59,6 @@ def machine():
 def save(name, results):
     """Write data/results/NAME.json, a line for each record."""
     lines = ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in results.items())
-    RESULTS.mkdir(parents=True, exist_ok=True)
     part = RESULTS / f"{name}.json.tmp"
     part.write_text("{" + lines.replace("[{", "[\n{").replace("}, {", "},\n{") + "}\n")
     os.replace(part, RESULTS / f"{name}.json")
@@ -143,9 +142,9 @@ class Choosing(Quantizer):
         x = x.float() if self.signs is None else ufp4.rht(x, self.signs, dim)
         blocks, found = lambda v: v.unflatten(dim, (-1, self.block)), []
         for fmt in (self.fmt, self.other):
-            q = Quantizer(fmt, self.scale, self.block)
-            error = blocks(q(x, None, dim) - x).double().square().sum(dim, keepdim=True)
-            q = replace(q, stochastic=self.stochastic)
+            nearest = Quantizer(fmt, self.scale, self.block)(x, None, dim)
+            error = blocks(nearest - x).double().square().sum(dim, keepdim=True)
+            q = Quantizer(fmt, self.scale, self.block, stochastic=self.stochastic)
             found.append((error, blocks(q(x, noise, dim))))
         (error, first), (other_error, second) = found
         return torch.where(other_error < error, second, first).flatten(dim - 1, dim)
@@ -173,9 +172,8 @@ class Experiment(Recipe):
 
     def quantizer(self, operand, gemm):
         q = super().quantizer(operand, gemm)
-        if self.where not in ("", operand, gemm):
-            return q
-        return self.kind(**vars(q) | dict(self.more))
+        here = self.where in ("", operand, gemm)
+        return self.kind(**vars(q) | dict(self.more)) if here else q
 
 def experiment(name, like, kind=Quantizer, where="", **more):
     r = RECIPES[like]
@@ -304,10 +302,10 @@ def draw_bias(axes, biases, chains):
 
 CONTRACTED = {"x": ("fprop", "wgrad"), "w": ("fprop", "dgrad"), "dy": ("dgrad", "wgrad")}
 
-def all_sqnr(x, signs):
+def all_sqnr(x):
     """SQNR in dB of x (R, K) in blocks along K: E2M1, E1M2, and both with the RHT."""
-    return [sqnr(ufp4.fake_quantize(data, f), data) for data in (x, ufp4.rht(x, signs))
-            for f in GRIDS]
+    rotated = ufp4.rht(x, ufp4.random_signs(0))
+    return [sqnr(ufp4.fake_quantize(v, f), v) for v in (x, rotated) for f in GRIDS]
 
 def capture(model, tokens, targets):
     """{(layer, operand): its tensor (rows, columns)}: X, W and dY of every quantizable layer."""
@@ -335,9 +333,8 @@ def bench_sqnr(args):
     if not (out / "ckpt-0000300").exists():
         train.train(train.parse_args(flags))
     s, dataset, model = load_model(flags, out / "ckpt-0000300")
-    signs = ufp4.random_signs(0)
     batch = train.get_batch([read_tokens(p) for p in dataset.train], s, s.steps)
-    tensors = [{"layer": layer, "operand": operand, "gemm": gemm, "sqnr": all_sqnr(data, signs)}
+    tensors = [{"layer": layer, "operand": operand, "gemm": gemm, "sqnr": all_sqnr(data)}
                for (layer, operand), x in capture(model, *batch).items()
                for gemm, data in zip(CONTRACTED[operand], (x, x.T.contiguous()))]
     finish("sqnr", {"sqnr": sqnr_table(tensors)}, {"tensors": tensors})
@@ -552,10 +549,10 @@ def fprop_of(runs, model):
 # ---- loss: recipes; ablate: one change at a time ------------------------------------------------
 
 # {command: {what some recipes have in common: their names}}
-GROUPS = {"loss": {"the method": ("ufp4", "ufp4-int4"), "E2M1": ("e2m1", "e2m1-full-rht"),
-                   "a standard": ("nvfp4", "mxfp4"),
-                   "a choice by block": ("four-over-six", "mixfp4")},
-          "ablate": {"the pair": ("ufp4", "e2m1"),
+GROUPS = {"loss": {"the method": ["ufp4", "ufp4-int4"], "E2M1": ["e2m1", "e2m1-full-rht"],
+                   "a standard": ["nvfp4", "mxfp4"],
+                   "a choice by block": ["four-over-six", "mixfp4"]},
+          "ablate": {"the pair": ["ufp4", "e2m1"],
                      **{what: [r.name for r in rows] for what, rows in ABLATIONS.items()}}}
 # The paper's: BF16-relative loss errors in % (Q2), and Dense 1.5B's losses over ufp4's (Q4)
 PAPER = {"loss": {"ufp4": "0.97", "e2m1": "1.26"},
@@ -567,7 +564,7 @@ CAUSES = ("e2m1-full-rht", "e2m1-debiased", "ufp4-shrunk", "ufp4")
 
 def bench_loss(args):
     groups = GROUPS[args.command]
-    name, results = train_all(args, [r for recipes in groups.values() for r in recipes])
+    name, results = train_all(args, sum(groups.values(), []))
     finish(name, loss_tables(name, results["runs"], groups), results)
     for model in args.models:
         figure(name if model == "nano" else f"{name}-{model}", 2, draw_loss, results["runs"],
@@ -715,9 +712,8 @@ def calls():
             "dY of a layer": (q("dy", "dgrad"), q("dy", "wgrad"), ("decoded", "decoded"))}
 
 def lower(kernel, name, arch):
-    """Compile for an architecture quantize_kernel for one of calls(), or matmul_kernel for a recipe
-    -> {tensor-core instructions, how often its code has them, all instructions for each element of
-    a quantizer's tile, those that spill registers}."""
+    """Compile quantize_kernel for one of calls(), or matmul_kernel for a recipe, -> {tensor-core
+    instructions, their count, a quantizer's instructions for an element, those that spill}."""
     import kernels
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -855,7 +851,7 @@ def bench_tune(args):
     import kernels
     x, key = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16), ufp4.random_key("cuda")
     shapes = itertools.product(((32, 128), (64, 64), (64, 128)), (1, 2), ((8, 64), (4, 128)))
-    for (name, call), (tile, stages, rest) in itertools.product(calls().items(), [*shapes]):
+    for (name, call), (tile, stages, rest) in itertools.product(calls().items(), shapes):
         made = kernels.quantize_plan(*call, x.dtype)
         plan = kernels.Plan(made.rows, made.cols, *tile, stages, *rest)
         ms = gpu_time(lambda: torch.ops.ufp4.quantize(x, key, plan.name))
