@@ -143,9 +143,9 @@ class Choosing(Quantizer):
         blocks, found = lambda v: v.unflatten(dim, (-1, self.block)), []
         for fmt in (self.fmt, self.other):
             nearest = Quantizer(fmt, self.scale, self.block)(x, None, dim)
-            error = blocks(nearest - x).double().square().sum(dim, keepdim=True)
+            error = (blocks(nearest) - blocks(x)).double() ** 2
             q = Quantizer(fmt, self.scale, self.block, stochastic=self.stochastic)
-            found.append((error, blocks(q(x, noise, dim))))
+            found.append((error.sum(dim, keepdim=True), blocks(q(x, noise, dim))))
         (error, first), (other_error, second) = found
         return torch.where(other_error < error, second, first).flatten(dim - 1, dim)
 
