@@ -762,7 +762,8 @@ def lowering(*call):
 
 def bench_dispatch(args):
     import kernels
-    recipes, archs = ("ufp4-e4m3", "ufp4-mx", "nvfp4", "mxfp4"), ("sm_80", "sm_90", "sm_100")
+    recipes = ("ufp4-e4m3", "ufp4-mx", "nvfp4", "mxfp4")
+    archs = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100")
 
     def product(recipe, arch):
         path = kernels.route(RECIPES[recipe], arch)[0]
