@@ -764,7 +764,6 @@ def bench_dispatch(args):
     import kernels
     recipes = ("ufp4-e4m3", "ufp4-mx", "nvfp4", "mxfp4")
     archs = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100")
-
     def product(recipe, arch):
         path = kernels.route(RECIPES[recipe], arch)[0]
         if path == "cublas":
