@@ -590,7 +590,6 @@ def train(s):
     bar = tqdm(range(first, s.steps), initial=first, total=s.steps, dynamic_ncols=True,
                disable=RANK > 0)
     tokens, seconds = 0, 0.0            # since the last line of the log
-
     for step in bar:
         clock = time.perf_counter()
         lr = learning_rate(step, s)
@@ -637,7 +636,6 @@ def train(s):
             save(out, step, settings, model, optimizer)
         if stopping and step < s.steps:
             stop(f"stopped after step {step} and saved; add --resume to the same command", 130)
-
     for n, handler in handlers.items():
         signal.signal(n, handler)
     report(s, settings, model, val, dataset, val_loss)
