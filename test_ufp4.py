@@ -1444,6 +1444,22 @@ def test_bench_the_change_with_compute_is_recovered():
     half = 100 * 4.303 * 0.001 / math.sqrt(3)           # t(2, 0.975) = 4.303
     assert last[3:5] == ["0.00 ± 0.00", f"-0.20 ± {half:.2f}"]
 
+def test_bench_bf16_by_float32_rounds_exact_products_once(monkeypatch):
+    monkeypatch.setattr(F, "linear", F.linear)          # to be restored
+    monkeypatch.setattr(F, "grouped_mm", F.grouped_mm)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", F.scaled_dot_product_attention)
+    bench.bf16_by_float32()
+    x, w, dy = torch.randn(3, 64, 64).bfloat16()
+    leaves = [t.float().requires_grad_() for t in (x, w)]
+    with torch.autocast("cpu", torch.bfloat16):
+        y = F.linear(*leaves)
+    y.backward(dy)
+    x, w, dy = x.double(), w.double(), dy.double()
+    for got, exact in ((y, x @ w.T), (leaves[0].grad, dy @ w), (leaves[1].grad, dy.T @ x)):
+        off = (got.detach().double() - exact.bfloat16().double()).abs()
+        assert (off <= 2.0**-7 * exact.abs()).all() and (off == 0).float().mean() > 0.99
+    assert y.dtype == torch.bfloat16 and F.linear(x.float(), w.float()).dtype == torch.float32
+
 def test_bench_an_estimator_end_to_end(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "RESULTS", tmp_path)
     args = argparse.Namespace(command="loss", models=["nano"], seeds=1, estimators=["branched"],
