@@ -235,6 +235,21 @@ def slope(q, x):
     alpha = (q * x).sum() / power
     return alpha.item(), (((q - alpha * x) * x).sum(-1).square().sum().sqrt() / power).item()
 
+def gaussian_slope(levels, block=16):
+    """alpha of RTN on blocks of independent Gaussians under fp32 scales, in closed form.
+
+    Given a block's maximum m (density 16 f(m) F(m)^15, with |x| of density f), one value is exact,
+    the 15 others lie in [0, m]. E[Q(x) x] sums over the bins, as x f(x) integrates to -f(x).
+    """
+    def f(x):
+        return math.sqrt(2 / math.pi) * torch.exp(-x * x / 2)
+    m = torch.linspace(1e-3, 9, 20_001, dtype=torch.float64)
+    cdf, unit = torch.erf(m / math.sqrt(2)), m / levels[-1]
+    edges = [0.0, *((a + b) / 2 for a, b in zip(levels, levels[1:])), levels[-1]]
+    other = sum(q * unit * (f(a * unit) - f(b * unit)) for q, a, b in zip(levels, edges, edges[1:]))
+    mean = cdf ** (block - 1) * m * m + (block - 1) * cdf ** (block - 2) * other
+    return torch.trapezoid(f(m) * mean, m).item()
+
 def chain(fmt, depth=128, n=512):
     """X <- Q(X) Q(W)^T again and again, W random orthogonal (so that the exact chain keeps its
     norm), RHT on both -> [after each GEMM, (<X_hat, X> / <X, X>, product of all slopes so far)]."""
@@ -256,7 +271,7 @@ def bench_bias(args):
     cell = lambda q, x: "{:.4f} ± {:.4f}".format(slope(q, x)[0], 2 * slope(q, x)[1])
     slopes = [["slope alpha ± two standard errors, FP32 scales", "E2M1", "E1M2"],
               ["Gaussian, in closed form",
-               *(f"{ufp4.gaussian_slope(FORMATS[f].levels):.4f}" for f in GRIDS)]]
+               *(f"{gaussian_slope(FORMATS[f].levels):.4f}" for f in GRIDS)]]
     for kind, data in (("Gaussian", x), ("SwiGLU-like", nn.functional.silu(gate) * up)):
         for name, v in ((kind, data), (f"{kind}, RHT", ufp4.rht(data, ufp4.random_signs(0)))):
             slopes.append([name, *(cell(ufp4.fake_quantize(v, f), v) for f in GRIDS)])
@@ -298,6 +313,39 @@ def draw_bias(axes, biases, chains):
               title="Shrinkage compounds")
     for ax in (bias, depth):
         ax.legend(fontsize=8)
+
+# ---- lesson: python ufp4.py ---------------------------------------------------------------------
+
+def lesson():
+    """One block under both grids, without and with the RHT; then the slopes of the grids."""
+    def show(name, cells):
+        cells = [c if isinstance(c, str) else f"{c:.2f}" for c in cells]
+        print(f"{name:4}" + "".join(f"{c:>6}" for c in cells))
+    signs = ufp4.random_signs(0)
+    x = torch.tensor([0.5, 10.5, 0.75, 0.25, 0.5, 1.75, 1.5, -0.25,        # a typical such block
+                      -0.75, -0.25, 1.0, -1.0, 1.25, 0.5, -1.0, -1.5])
+    for v in (x, ufp4.rht(x, signs)):
+        print("A block of sixteen numbers, one of them an outlier" if v is x else
+              "\nThe same block, x S H: the outlier is spread out")
+        show("S", ["+" if sign > 0 else "-" for sign in signs])
+        show("x", v)
+        for fmt in (ufp4.E2M1, ufp4.E1M2):
+            quantizer = Quantizer(fmt)
+            s, codes, decoded = quantizer.snap(v)[1].item(), quantizer.pack(v).codes, quantizer(v)
+            print(f"  {fmt.name}: levels {' '.join(f'{level:g}' for level in fmt.levels)}; amax "
+                  f"{v.abs().max():.3f} / {fmt.max:g} = s = {s:.4f}; SQNR {sqnr(decoded, v):.2f} dB")
+            show("x/s", v / s)
+            show("code", [f"{c:04b}" for byte in codes.tolist() for c in (byte & 15, byte >> 4)])
+            show("Q(x)", decoded)
+            show("err", decoded - v)
+    print("\nRounding shrinks where r > l: mean error (l - r) / 2 in the bin of each inner level")
+    million = torch.randn(62_500, 16, generator=torch.Generator().manual_seed(0))
+    for fmt in (ufp4.E2M1, ufp4.E1M2):
+        bins = zip(fmt.levels, fmt.levels[1:], fmt.levels[2:])
+        show(fmt.name, [(2 * q - a - b) / 4 for a, q, b in bins])
+        alpha = slope(Quantizer(fmt)(million), million)[0]
+        print(f"     alpha on a million Gaussians: {alpha:.4f}, "
+              f"in closed form {gaussian_slope(fmt.levels):.4f}")
 
 # ---- sqnr: does the RHT change the preferred grid? (the paper's Q1) -----------------------------
 
