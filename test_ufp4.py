@@ -545,7 +545,7 @@ def randn(*shape, seed=0):
 def quantized(x, rows=None, cols=None, forms=("packed", "packed")):
     """(key, Packed of rows, of columns) by quantize_kernel, in the forms asked for."""
     x, key = x.to(DEVICE), ufp4.random_key(DEVICE)
-    names = [kernels.operand_name(*of) for of in zip((rows, cols), forms)]
+    names = [q and kernels.operand_name(q, form) for q, form in zip((rows, cols), forms)]
     *made, t = torch.ops.ufp4.quantize(x, key, *names)
     return key, *(name and kernels.Packed(*made[2 * i:][:2], t[i], name, x.dtype)
                   for i, name in enumerate(names))
