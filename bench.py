@@ -770,12 +770,14 @@ def draw_scaling(ax, runs, costs):
 # ---- dispatch: what the kernels compile to on GPUs that need not be here ------------------------
 
 def calls():
-    """{what: two Quantizers of ufp4 and the forms of what they make, for kernels.quantize_plan}."""
-    q, packed = RECIPES["ufp4"].quantizer, ("packed", "packed")
-    return {"one orientation, nearest": (q("x", "fprop"), None, packed),
-            "both orientations, nearest": (q("x", "fprop"), q("x", "wgrad"), packed),
-            "both orientations, stochastic": (q("dy", "dgrad"), q("dy", "wgrad"), packed),
-            "dY of a layer": (q("dy", "dgrad"), q("dy", "wgrad"), ("decoded", "decoded"))}
+    """{what: names of the operands, of rows and of columns, for torch.ops.ufp4.quantize}."""
+    import kernels
+    q, name = RECIPES["ufp4"].quantizer, kernels.operand_name
+    x, dy = [q("x", "fprop"), q("x", "wgrad")], [q("dy", "dgrad"), q("dy", "wgrad")]
+    return {"one orientation, nearest": [name(x[0], "packed"), None],
+            "both orientations, nearest": [name(q, "packed") for q in x],
+            "both orientations, stochastic": [name(q, "packed") for q in dy],
+            "dY of a layer": [name(q, "decoded") for q in dy]}
 
 def lower(kernel, name, arch):
     """Compile quantize_kernel for one of calls(), or matmul_kernel for a recipe, -> {tensor-core
@@ -784,18 +786,18 @@ def lower(kernel, name, arch):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     if kernel == "quantize_kernel":
-        S = kernels.quantize_plan(*calls()[name], torch.bfloat16)
-        constants, options = {"S": S, "amax_ptr": None, "stride_c": 1}, {"maxnreg": S.registers}
-        types = "*bf16 *fp32 *fp32 *i32 *fp32 *i32 *fp32 *i32 i32 i32 i32 i32".split()
+        rows, cols = map(kernels.OPERANDS.get, calls()[name])
+        (TR, TC), options = kernels.SHAPES[rows is not None, cols is not None]
+        constants = dict(ROWS=rows, COLS=cols, TR=TR, TC=TC, amax_ptr=None, stride_c=1)
+        types = "*bf16 *fp32 *fp32 *i32 *fp32 *i32 *fp32 *u32 i32 i32 i32 i32".split()
     else:
-        q = RECIPES[name].quantizer("x", "fprop")
-        swizzled = kernels.quantize_plan(q, None, ("swizzled", ""), torch.bfloat16).rows
-        S = kernels.product_plan(swizzled, arch)
-        constants, options = {"S": S}, {"num_warps": S.warps, "num_stages": S.stages}
-        codes, width = ("u8", S.BK // 2) if S.path == "fp4" else ("i32", S.BK // 8)
-        scale, groups = "fp8e4nv" if swizzled.stored == "e4m3" else "u8", S.BK // q.block // 4
-        types = [f"tensordesc<{t}>" for rows in (S.BM, S.BN) for t in (
-            f"{codes}[{rows}, {width}]", f"{scale}[{rows // 128}, {groups}, 2, 256]")]
+        path, block = kernels.route(RECIPES[name], arch), RECIPES[name].block
+        (BM, BN, BK), options = kernels.product_shape(path, block, arch)
+        codes, width = ("u8", BK // 2) if path == "fp4" else ("i32", BK // 8)
+        scale, none = ("fp8e4nv", {}) if block == 16 else ("u8", {"a_t_ptr": None, "b_t_ptr": None})
+        types = [f"tensordesc<{t}>" for rows in (BM, BN) for t in (
+            f"{codes}[{rows}, {width}]", f"{scale}[{rows // 128}, {BK // block // 4}, 2, 256]")]
+        constants = dict(PATH=path, BLOCK=block, BM=BM, BN=BN, BK=BK, **none)
         types += "*bf16 *fp32 *fp32 i32 i32 i32".split()
     function = getattr(kernels, kernel)
     types = dict(zip(function.arg_names, types)) | dict.fromkeys(constants, "constexpr")
@@ -813,7 +815,7 @@ def lower(kernel, name, arch):
         return result | {"spills": int(re.search(r"vgpr_spill_count:\s*(\d+)", asm["amdgcn"])[1])}
     ops = re.findall(r"\t(?:@!?U?P\w+ )?(?!NOP)([A-Z][\w.]+)", asm["sass"])
     if kernel == "quantize_kernel":
-        result["per_element"] = len(ops) / (S.TR * S.TC / 128)          # 4 warps share a tile
+        result["per_element"] = len(ops) / (TR * TC / 128)          # 4 warps share a tile
     return result | {"spills": sum(op.startswith(("STL", "LDL")) for op in ops)}
 
 def lowering(*call):
@@ -831,7 +833,7 @@ def bench_dispatch(args):
     recipes = ("ufp4-e4m3", "ufp4-mx", "nvfp4", "mxfp4")
     archs = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100")
     def product(recipe, arch):
-        path = kernels.route(RECIPES[recipe], arch)[0]
+        path = kernels.route(RECIPES[recipe], arch)
         if path == "cublas":
             return path
         r = lowering("matmul_kernel", recipe, arch)
@@ -868,26 +870,25 @@ def bench_kernels(args):
         ms = gpu_time(f, alone)
         rows.append([name, target, f"{value(median(ms)):.2f}; {spread(ms, '{:.3f}')} ms"])
 
-    def quantize(call, x):
-        return torch.ops.ufp4.quantize(x, key, kernels.quantize_plan(*call, x.dtype).name)
+    def quantize(names, x):
+        return torch.ops.ufp4.quantize(x, key, *names)
     on_gpu, key = {"device": "cuda", "dtype": torch.bfloat16}, ufp4.random_key("cuda")
     x, w, y = (torch.randn(8192, 8192, **on_gpu) for _ in range(3))
     copied = 2 * x.nbytes / median(gpu_time(lambda: y.copy_(x)))            # bytes a millisecond
     targets = "at least 0.75 (0.85)", "at least 0.55 (0.75)", "at least 0.40 (0.55)"
-    for (name, call), target in zip(calls().items(), targets):
-        moved = x.nbytes + sum(t.nbytes for t in quantize(call, x))
-        row(f"quantize, {name}: share of copy bandwidth", target, lambda: quantize(call, x),
+    for (name, names), target in zip(calls().items(), targets):
+        moved = x.nbytes + sum(t.nbytes for t in quantize(names, x))
+        row(f"quantize, {name}: share of copy bandwidth", target, lambda: quantize(names, x),
             lambda ms: moved / ms / copied)
     rotated = calls()["one orientation, nearest"]
-    plain = replace(rotated[0], signs=None), *rotated[1:]
+    plain = [kernels.operand_name(Quantizer(), "packed"), None]
     unrotated = median(gpu_time(lambda: quantize(plain, x)))
     row("RHT + quantize in one kernel / quantize alone", "at most 1.06 (1.02), the paper's",
         lambda: quantize(rotated, x), lambda ms: ms / unrotated)
-    h = (torch.tensor(rotated[0].signs)[:, None] * ufp4.hadamard(16)).to(x)
+    h = (torch.tensor(RECIPES["ufp4"].signs)[:, None] * ufp4.hadamard(16)).to(x)
     row("RHT, then quantize / quantize alone", "the paper's 1.62",
         lambda: quantize(plain, (x.view(-1, 16) @ h).view(x.shape)), lambda ms: ms / unrotated)
-    name = kernels.quantize_plan(*rotated, x.dtype).rows.name
-    a, b = (kernels.Packed(*quantize(rotated, t)[:2], None, name, x.dtype) for t in (x, w))
+    a, b = (kernels.Packed(*quantize(rotated, t)[:2], None, rotated[0], x.dtype) for t in (x, w))
     cublas = median(gpu_time(lambda: torch.mm(x, w.T, out=y)))
     row("packed GEMM, decoded for cuBLAS: share of cuBLAS bf16", "at least 0.55",
         lambda: kernels.matmul(a, b), lambda ms: cublas / ms)
@@ -916,12 +917,11 @@ def bench_tune(args):
     """Times calls() in several shapes, of which kernels.SHAPES should have the best."""
     import kernels
     x, key = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16), ufp4.random_key("cuda")
-    shapes = itertools.product(((32, 128), (64, 64), (64, 128)), (1, 2), ((8, 64), (4, 128)))
-    for (name, call), (tile, stages, rest) in itertools.product(calls().items(), shapes):
-        made = kernels.quantize_plan(*call, x.dtype)
-        plan = kernels.Plan(made.rows, made.cols, *tile, stages, *rest)
-        ms = gpu_time(lambda: torch.ops.ufp4.quantize(x, key, plan.name))
-        print(f"{spread(ms, '{:.3f}')} ms: {name}, {(*tile, stages, *rest)}", flush=True)
+    for name, names in calls().items():
+        for tile, registers in itertools.product(((32, 128), (64, 64), (64, 128)), (64, 128)):
+            kernels.SHAPES = dict.fromkeys(kernels.SHAPES, (tile, {"maxnreg": registers}))
+            ms = gpu_time(lambda: torch.ops.ufp4.quantize(x, key, *names))
+            print(f"{spread(ms, '{:.3f}')} ms: {name}, {tile}, {registers} registers", flush=True)
 
 # ---- plan: what a run costs, counted, not measured ----------------------------------------------
 
@@ -972,7 +972,7 @@ def bench_plan(args):
     print(f"{flops / 1e9:.3f} GFLOPs a token, {quantized / flops:.0%} of them in quantized layers "
           "other than experts")
     for gpu, (arch, peaks) in PEAKS.items():
-        path = kernels.route(recipe, arch)[0]           # experts' products are in BF16
+        path = kernels.route(recipe, arch)              # experts' products are in BF16
         seconds = quantized / peaks.get(path, peaks["bf16"]) + (flops - quantized) / peaks["bf16"]
         print(f"at most {gpus * 1e12 / seconds:,.0f} tokens/s on {gpu}, path {path} ({arch})")
 
