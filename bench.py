@@ -15,7 +15,7 @@
 
 A command prints its tables, saves them, with the numbers behind them, in data/results/NAME.json,
 and puts them into both README.md; some draw NAME.png. loss, ablate and scaling save each run as it
-ends, and go on where they stopped; --seeds 2 --steps 300 is a quick look, in a file of its own.
+ends, and go on from there; --seeds 2 --steps 300 is a quick look, in a file of its own.
 """
 import argparse
 import collections
@@ -52,7 +52,6 @@ RESULTS = HERE / "data" / "results"
 PAGES = (HERE / "README.md", RESULTS / "README.md")
 
 # ---- Common: results on disk, tables, figures, statistics ---------------------------------------
-
 def machine():
     """What measures, and the commit of the code that it runs."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
@@ -95,11 +94,9 @@ def bench_readme(args=None):
 
 def figure(name, columns, draw, *given, height=3.4):
     """draw(axes, *given) on `columns` axes side by side, into NAME.png."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    fig, axes = plt.subplots(1, columns, figsize=(4.6 * columns, height), layout="constrained")
-    draw(axes, *given)
+    from matplotlib.figure import Figure
+    fig = Figure(figsize=(4.6 * columns, height), layout="constrained")
+    draw(fig.subplots(1, columns), *given)
     fig.savefig(RESULTS / f"{name}.png", dpi=80)
 
 # The 97.5% quantile of Student's t, by number of values (one more than degrees of freedom)
@@ -135,7 +132,6 @@ def interleaved(functions, rounds):
     return [ms[2:] for ms in times]
 
 # ---- Experiments: recipes beside those of ufp4.py, which `bench.py train` knows too -------------
-
 @dataclass(frozen=True)
 class Choosing(Quantizer):
     """Each block takes fmt or `other`: what has the smaller squared error to nearest, for noise in
@@ -168,8 +164,7 @@ class Sloped(Quantizer):
 
 @dataclass(frozen=True)
 class Experiment(Recipe):
-    """A recipe whose quantizers are of another kind, or have `more` fields set: in every GEMM, or
-    in one."""
+    """A recipe whose quantizers are of another kind, or have `more` set, in all GEMMs or in one."""
     kind: type = Quantizer
     more: tuple = ()
     only: str = ""
@@ -178,14 +173,14 @@ class Experiment(Recipe):
         q = super().quantizer(operand, gemm)
         return self.kind(**vars(q) | dict(self.more)) if self.only in ("", gemm) else q
 
-def experiment(name, like, kind=Quantizer, only="", **more):
-    r = RECIPES[like]
-    return Experiment(name, r.fmt, r.scale, r.block, r.rht, r.sr, kind=kind,
-                      more=tuple(more.items()), only=only)
-
 def add(recipe):
     RECIPES[recipe.name] = recipe
     return recipe.name
+
+def experiment(name, like, kind=Quantizer, only="", **more):
+    r = RECIPES[like]
+    return add(Experiment(name, r.fmt, r.scale, r.block, r.rht, r.sr, kind=kind,
+                          more=tuple(more.items()), only=only))
 
 # {command: {what some recipes have in common: their names}}
 UFP4 = RECIPES["ufp4"]
@@ -195,24 +190,22 @@ GROUPS = {"loss": {
     "the method, other scales": ["ufp4-e4m3", "ufp4-mx"],
     "a standard": ["nvfp4", "mxfp4"],
     # arXiv 2512.02010 (a block's maximum to 6 or 4) and arXiv 2605.31035, all else as in e2m1
-    "a choice by block": [
-        add(experiment("four-over-six", "e2m1", Choosing, other=FORMATS["e2m1-max4"])),
-        add(experiment("mixfp4", "e2m1", Choosing, other=ufp4.E1M2))]},
+    "a choice by block": [experiment("four-over-six", "e2m1", Choosing, other=FORMATS["e2m1-max4"]),
+                          experiment("mixfp4", "e2m1", Choosing, other=ufp4.E1M2)]},
 "ablate": {
     "the pair": ["ufp4", "e2m1"],
-    "RHT on": [add(replace(UFP4, name="-".join(("ufp4-rht", *(gemms or ["none"]))), rht=gemms))
+    "RHT on": [add(replace(UFP4, name=f"ufp4-rht-{'-'.join(gemms) or 'none'}", rht=gemms))
                for gemms in ((), ("wgrad",), ("dgrad", "wgrad"), ("fprop", "wgrad"))],
-    "SR on": [add(replace(UFP4, name="-".join(("ufp4-sr", *(operands or ["none"]))), sr=operands))
-              for operands in ((), ("x", "dy"), OPERANDS)],
+    "SR on": [add(replace(UFP4, name=f"ufp4-sr-{'-'.join(which) or 'none'}", sr=which))
+              for which in ((), ("x", "dy"), OPERANDS)],
     "grid, slope": ["e2m1-full-rht",
-                    add(experiment("e2m1-debiased", "e2m1-full-rht", Sloped, slope=1.0)),
-                    add(experiment("ufp4-shrunk", "ufp4", Sloped, slope=0.996))],
-    "one GEMM in E2M1": [add(experiment(f"ufp4-{gemm}-in-e2m1", "ufp4", only=gemm, fmt=ufp4.E2M1))
+                    experiment("e2m1-debiased", "e2m1-full-rht", Sloped, slope=1.0),
+                    experiment("ufp4-shrunk", "ufp4", Sloped, slope=0.996)],
+    "one GEMM in E2M1": [experiment(f"ufp4-{gemm}-in-e2m1", "ufp4", only=gemm, fmt=ufp4.E2M1)
                          for gemm in GEMMS],
     "range of E2M1": ["e2m1-max2", "e2m1-max3", "e2m1-max4"]}}
 
 # ---- bias: the geometry of shrinkage ------------------------------------------------------------
-
 GRIDS = ("e2m1", "e1m2")
 
 def sqnr(q, x):
@@ -270,14 +263,13 @@ def draw_bias(axes, chains):
     bins, depth = axes
     for y, f, color in ((1, "e2m1", "C3"), (0, "e1m2", "C0")):
         levels, top = torch.tensor(FORMATS[f].levels), FORMATS[f].max
-        edges = [0, *(levels[1:] + levels[:-1]) / 2, top]
-        bins.stairs([y + 0.25] * 8, [e / top for e in edges], baseline=y - 0.25, fill=True,
-                    color=color, alpha=0.3)
-        bins.vlines([e / top for e in edges], y - 0.25, y + 0.25, color="w", lw=3)
+        edges = torch.tensor([0, *(levels[1:] + levels[:-1]) / 2, top]) / top
+        bins.stairs([y + 0.25] * 8, edges, baseline=y - 0.25, fill=True, color=color, alpha=0.3)
+        bins.vlines(edges, y - 0.25, y + 0.25, color="w", lw=3)
         bins.vlines(levels / top, y - 0.33, y + 0.33, color="k", lw=1.5)
-        for q, left, right in zip(levels[1:], levels.diff() / 2, levels.diff()[1:] / 2):
-            if left != right:
-                bins.text(q / top, y + 0.37, f"{(left - right) / 2:g}", ha="center")
+        for q, error in zip(levels[1:], (levels.diff()[:-1] - levels.diff()[1:]) / 4):
+            if error:
+                bins.text(q / top, y + 0.37, f"{error:g}", ha="center")
         measured, product = zip(*chains[f])
         gemms = range(1, 1 + len(measured))
         depth.plot(gemms, measured, color=color, label=f"{f.upper()} measured")
@@ -289,20 +281,18 @@ def draw_bias(axes, chains):
     depth.legend(fontsize=8)
 
 # ---- sqnr: does the RHT change the preferred grid? (the paper's Q1) -----------------------------
-
 CONTRACTED = {"x": ("fprop", "wgrad"), "w": ("fprop", "dgrad"), "dy": ("dgrad", "wgrad")}
 
 def capture(model, tokens, targets):
     """{(layer, operand): its tensor (rows, columns)}: X, W and dY of every quantizable layer."""
-    kept = {}
+    got = {}
     for name, m in model.named_modules():
         if isinstance(m, ufp4.Linear):
-            kept[name, "w"] = m.weight
-            m.register_forward_pre_hook(lambda m, x, at=(name, "x"): kept.update({at: x[0]}))
-            m.register_full_backward_hook(lambda m, dx, dy, at=(name, "dy"):
-                                          kept.update({at: dy[0]}))
+            got[name, "w"] = m.weight
+            m.register_forward_pre_hook(lambda m, x, at=(name, "x"): got.update({at: x[0]}))
+            m.register_full_backward_hook(lambda m, _, dy, at=(name, "dy"): got.update({at: dy[0]}))
     model(tokens, targets).backward()
-    return {at: x.detach().flatten(0, -2) for at, x in kept.items()}
+    return {at: x.detach().flatten(0, -2) for at, x in got.items()}
 
 def load_model(flags, checkpoint):
     """(settings, data set, GPT with the checkpoint's weights) of train.py with these flags."""
@@ -335,7 +325,6 @@ def bench_sqnr(args):
     finish("sqnr", {"sqnr": rows}, {"tensors": found})
 
 # ---- cpu: what emulation costs ------------------------------------------------------------------
-
 def training_step(s, recipe, vocab_size):
     """A function that makes a whole step of training a GPT, always on the same random tokens."""
     torch.manual_seed(0)
@@ -366,14 +355,13 @@ def bench_cpu(args):
     finish("cpu", {"cpu": rows})
 
 # ---- loss, ablate, scaling: train many small models and compare ---------------------------------
-
 def size(preset, layers, dim, heads, hidden, batch, tokens=1):
     """Flags of train.py. As many `tokens` for each weight that a token meets; of 16 experts those
     are 3, and the shared one."""
     mlps = 4 if preset == "nano-moe" else 1
     weights = 2 * vocabulary("python") * dim + layers * dim * (4 * dim + 3 * mlps * hidden)
     steps = round(tokens * weights / (batch * 256))
-    lr = 3e-3 * (128 / dim) ** 0.5      # to be checked: bench.py scaling --models SIZE --lr LR
+    lr = 3e-3 * (128 / dim) ** 0.5      # to be checked at two: scaling --models SIZE --lr LR
     return (f"--model {preset} --layers {layers} --dim {dim} --heads {heads} --hidden {hidden} "
             f"--batch-size {batch} --seq-len 256 --steps {steps} --lr {lr:.2e}").split()
 
@@ -392,7 +380,7 @@ MODELS = {**{name: ["--model", name] for name in train.PRESETS}, **SIZES}
 def folder(args, job):
     return args.runs / "{model}-{estimator}-{recipe}-s{seed}".format(**job)
 
-def weights(args, job):
+def milestones(args, job):
     """The checkpoints where others branch from a BF16 run, and at the end of any run."""
     steps = train.parse_args([*MODELS[job["model"]], *args.train]).steps
     return [folder(args, job) / f"ckpt-{n:07d}" for n in (2 * steps // 3, steps)]
@@ -402,14 +390,15 @@ def bf16_of(job):
     return {**job, "recipe": "bf16", "estimator": "scratch"}
 
 def train_run(args, job):
-    """One run of train.py in a process of its own, unless it is there -> its results."""
-    out, branch = folder(args, job), weights(args, bf16_of(job))[0]
+    """One run of train.py in a process of its own -> its results. What another command has run to
+    the end is evaluated only; what stopped before starts anew."""
+    out, (branch, _) = folder(args, job), milestones(args, bf16_of(job))
     command = [sys.executable, __file__, "train", "--recipe", job["recipe"], *MODELS[job["model"]],
                *args.train, *f"--seed {job['seed']} --sample 0 --eval-interval 1000000".split(),
                "--save-interval", str(int(branch.name[5:])), "--out", str(out)]
     if job["estimator"] == "branched":
         command += ["--branch", str(branch)]
-    if weights(args, job)[-1].exists():
+    if milestones(args, job)[-1].exists():
         command += ["--resume"]
     env = {**os.environ, "OMP_NUM_THREADS": str(max(1, os.cpu_count() // args.jobs))}
     done = subprocess.run(command, env=env, capture_output=True, text=True)
@@ -438,10 +427,10 @@ def forward_passes(args, job):
     """The parts of a branched run's gap: the loss of its weights in a BF16 forward pass, and of the
     BF16 run's weights in its own, with the slope and noise there, means over the layers."""
     flags = [*MODELS[job["model"]], *args.train, "--seed", str(job["seed"]), "--recipe"]
-    s, dataset, model = load_model([*flags, "bf16"], weights(args, job)[-1])
+    s, dataset, model = load_model([*flags, "bf16"], milestones(args, job)[-1])
     tokens = read_tokens(dataset.val[0])
     weights_loss = train.evaluate(model, tokens, s)
-    s, _, model = load_model([*flags, job["recipe"]], weights(args, bf16_of(job))[-1])
+    s, _, model = load_model([*flags, job["recipe"]], milestones(args, bf16_of(job))[-1])
     own_loss, found = output_noise(lambda: train.evaluate(model, tokens, s))
     slope, noise = map(statistics.mean, zip(*found))
     return {"weights_loss": weights_loss, "own_loss": own_loss, "slope": slope, "noise": noise}
@@ -474,8 +463,7 @@ def train_all(args, recipes):
         results |= json.loads(path.read_text())
     if results["flags"] != args.train:
         sys.exit(f"bench.py: {path} has runs with other flags for train.py; move it away first")
-    runs, here = {key(r): r for r in results["runs"]}, machine()
-    lock = threading.Lock()
+    runs, here, lock = {key(r): r for r in results["runs"]}, machine(), threading.Lock()
 
     def run(job):
         found = train_run(args, job)
@@ -496,7 +484,7 @@ def train_all(args, recipes):
         jobs = [{"model": model, "recipe": recipe, "estimator": estimator, "seed": seed}
                 for estimator in args.estimators for recipe in args.rows or recipes]
         new, bf16 = [job for job in jobs if key(job) not in runs], bf16_of(jobs[0])
-        if key(bf16) not in runs or new and not weights(args, bf16)[0].exists():
+        if key(bf16) not in runs or new and not milestones(args, bf16)[0].exists():
             run(bf16)
         for job in new:
             run(job)
@@ -542,7 +530,6 @@ def fprop_of(runs, model):
             if math.isfinite(contrast(runs, model, {recipe: 1})[0])}
 
 # ---- loss: recipes; ablate: one change at a time ------------------------------------------------
-
 # The paper's: BF16-relative loss errors in % (Q2), and Dense 1.5B's losses over ufp4's (Q4)
 PAPER = {("loss", "nano"): {"ufp4": "0.97", "e2m1": "1.26"},
          ("loss", "nano-moe"): {"ufp4": "1.85", "e2m1": "2.36"},
@@ -597,8 +584,7 @@ def recipe_table(runs, model, groups, published):
     return measured(rows)
 
 def draw_loss(axes, runs, model, groups):
-    """Left, loss errors less ufp4's. Right, loss error against the noise of fprop. A colour a
-    group."""
+    """Loss errors less ufp4's; loss error against the noise of fprop. A colour a group."""
     (differences, scatter), names, fprop = axes, [], fprop_of(runs, model)
     for at, recipes in enumerate(groups.values()):
         look = {"fmt": "o", "ms": 4, "color": f"C{at % 10}"}
@@ -617,15 +603,7 @@ def draw_loss(axes, runs, model, groups):
                 xlim=(0, None), ylim=(0, None), title="Loss error against noise")
 
 # ---- scaling: against compute -------------------------------------------------------------------
-
 SCALED = ("e2m1", "ufp4", "e2m1-full-rht")
-
-def bench_scaling(args):
-    results = train_all(args, SCALED)
-    costs = results.get("costs", {}) | {model: cost(args, model) for model in args.models}
-    figure(args.name, 1, draw_scaling, results["runs"], costs)
-    table = scaling_table(results["runs"], costs)
-    finish(args.name, {args.name: table}, results | {"costs": costs})
 
 def counted(s, recipe="bf16"):
     """(GPT without values, parameters, those active for a token, FLOPs a token)"""
@@ -633,16 +611,22 @@ def counted(s, recipe="bf16"):
         model = train.GPT(s, ufp4.get_recipe(recipe), vocabulary(s.data))
     return model, *train.counts(model, s)
 
-def cost(args, model):
-    """[parameters, training FLOPs]"""
-    s = train.parse_args([*MODELS[model], *args.train])
-    _, total, _, flops = counted(s)
-    return [total, flops * s.steps * s.batch_size * s.seq_len]
+def bench_scaling(args):
+    results = train_all(args, SCALED)
+    costs = results.get("costs", {})                    # {model: parameters, training FLOPs}
+    for model in args.models:
+        s = train.parse_args([*MODELS[model], *args.train])
+        _, total, _, flops = counted(s)
+        costs[model] = [total, flops * s.steps * s.batch_size * s.seq_len]
+    costs = dict(sorted(costs.items(), key=lambda item: (item[0].split("-")[0], item[1])))
+    figure(args.name, 1, draw_scaling, results["runs"], costs)
+    table = scaling_table(results["runs"], costs)
+    finish(args.name, {args.name: table}, results | {"costs": costs})
 
 def sizes_of(kind, costs):
     """{model: training FLOPs} of the dense models, or the mixtures, that differ in size alone."""
-    return {m: costs[m][1] for m in sorted(costs, key=costs.get)
-            if re.fullmatch(f"{kind}-[^-]+", m)}
+    return {model: flops for model, (_, flops) in costs.items()
+            if re.fullmatch(f"{kind}-[^-]+", model)}
 
 def reduction(runs, models):
     """By what part of itself e2m1's loss error, branched, falls with ufp4: of each seed 1 - the
@@ -658,16 +642,13 @@ def reduction(runs, models):
 def scaling_table(runs, costs):
     rows = [["size", "parameters", "FLOPs", *(f"`{recipe}`, % (seeds)" for recipe in SCALED),
              "`ufp4` less `e2m1`", "smaller by, %"]]
-    for model in sorted(costs, key=lambda m: (m.split("-")[0], costs[m])):
-        total, flops = costs[model]
+    for model, (total, flops) in costs.items():
         rows.append([model, f"{total:,}", f"{flops:.1e}",
                      *(cell(runs, model, recipe) for recipe in SCALED),
                      less(runs, model, "ufp4", "e2m1"), text(reduction(runs, [model]), digits=0)])
     for kind in ("dense", "moe"):
-        flops = sizes_of(kind, costs)
-        if flops:
-            rows.append([f"{kind}, all sizes", *[""] * (len(SCALED) + 3),
-                         text(reduction(runs, flops), digits=0)])
+        if found := reduction(runs, sizes_of(kind, costs)):
+            rows.append([f"{kind}, all sizes", *[""] * (len(SCALED) + 3), text(found, digits=0)])
     return measured(rows)
 
 def draw_scaling(ax, runs, costs):
@@ -683,7 +664,6 @@ def draw_scaling(ax, runs, costs):
     ax.legend(fontsize=7)
 
 # ---- dispatch: what the kernels compile to on GPUs that need not be here ------------------------
-
 def calls():
     """{what: two Quantizers of ufp4 and the forms of what they make, for kernels.quantize_plan}."""
     q, packed = RECIPES["ufp4"].quantizer, ("packed", "packed")
@@ -722,8 +702,8 @@ def lower(kernel, name, arch):
         target=GPUTarget("cuda", int(arch[3:]), 32) if cuda else GPUTarget("hip", arch, 64)).asm
     found = collections.Counter(re.findall(r"(?:tcgen05\.|\bw?g?)mma[._][^ ;]*|v_mfma\S*",
                                            asm["ptx" if cuda else "amdgcn"]))
-    names = " + ".join(name.split(".f32")[0] for name in found)         # less the types
-    result = {"instruction": names, "count": sum(found.values())}
+    result = {"instruction": " + ".join(name.split(".f32")[0] for name in found),  # less the types
+              "count": sum(found.values())}
     if not cuda:
         return result | {"spills": int(re.search(r"vgpr_spill_count:\s*(\d+)", asm["amdgcn"])[1])}
     ops = re.findall(r"\t(?:@!?U?P\w+ )?(?!NOP)([A-Z][\w.]+)", asm["sass"])
@@ -743,7 +723,6 @@ def lowering(*call):
 
 def bench_dispatch(args):
     import kernels
-
     def product(arch, recipe):
         path = kernels.route(RECIPES[recipe], arch)[0]
         if path == "cublas":
@@ -768,7 +747,6 @@ def bench_dispatch(args):
                           ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100"))})
 
 # ---- kernels: speed on a GPU, as ratios to what that GPU can do; tune ---------------------------
-
 def bench_kernels(args):
     import kernels
     from triton.testing import do_bench
@@ -836,7 +814,6 @@ def bench_tune(args):
         print(f"{spread(ms, '{:.3f}')} ms: {name}, {(*tile, stages, *rest)}", flush=True)
 
 # ---- plan: what a run costs, counted, not measured ----------------------------------------------
-
 # Dense peaks in TFLOP/s by path of kernels.route, where another multiplies in BF16; from NVIDIA's
 # data sheets: H200 (half the figures with sparsity), an eighth of HGX B200's.
 PEAKS = {"H200": ("sm_90", {"bf16": 989}),
@@ -852,14 +829,16 @@ def bench_plan(args):
                         if isinstance(m, ufp4.Linear) and m.recipe.fmt is not None)
     layer = sum(p.numel() for p in model.blocks.parameters()) / s.layers
     cast = s.layers if recipe.fmt is None else s.keep_bf16      # layers that multiply in BF16
-    # Bytes a token that the backward pass needs: layers' inputs, in 4 bits if quantized; in BF16
-    # qkv, the turned q and k, attention's output, and of an MLP gate, up and silu(gate); in float32
-    # the norms
-    tokens, mlps = s.batch_size * s.seq_len // (gpus * s.grad_accum), s.top_k + 1
+    # Numbers of a token in a block that the backward pass needs: the layers' inputs, in 4 bits if
+    # quantized; in BF16 qkv, the turned q and k, attention's output, of an MLP gate, up and
+    # silu(gate), and what a mixture sums; in float32 the two norms' inputs and outputs
+    mlps = s.top_k + 1                                          # with the shared or only one
+    inputs = 2 * s.dim + mlps * (s.dim + s.hidden)
+    bf16 = 6 * s.dim + 3 * mlps * s.hidden + s.top_k * s.dim
     kept = 2 if recipe.fmt is None else 0.5 + (4 if recipe.scale is ufp4.fp32 else 1) / recipe.block
-    block = (kept * (2 * s.dim + mlps * (s.dim + s.hidden))
-             + 26 * s.dim + 2 * mlps * (s.dim + 3 * s.hidden))
+    block = kept * inputs + 2 * bf16 + 4 * 4 * s.dim
     blocks = 4 * s.dim * s.layers + block if s.remat else block * s.layers
+    tokens = s.batch_size * s.seq_len // (gpus * s.grad_accum)
     sizes = {"weights, gradients and AdamW's state": 16 * total / gpus,
              # by FSDP: embedding, head and their gradients; two blocks, and the gradient of one
              "gathered": 4 * (2 * (total - s.layers * layer) + 3 * layer) * (gpus > 1),
