@@ -390,8 +390,7 @@ def bf16_of(job):
     return {**job, "recipe": "bf16", "estimator": "scratch"}
 
 def train_run(args, job):
-    """One run of train.py in a process of its own -> its results. What another command has run to
-    the end is evaluated only; what stopped before starts anew."""
+    """One run of train.py in a process of its own -> its results."""
     out, (branch, _) = folder(args, job), milestones(args, bf16_of(job))
     command = [sys.executable, __file__, "train", "--recipe", job["recipe"], *MODELS[job["model"]],
                *args.train, *f"--seed {job['seed']} --sample 0 --eval-interval 1000000".split(),
@@ -399,7 +398,7 @@ def train_run(args, job):
     if job["estimator"] == "branched":
         command += ["--branch", str(branch)]
     if milestones(args, job)[-1].exists():
-        command += ["--resume"]
+        command += ["--resume"]                 # another command ran it: to be evaluated
     env = {**os.environ, "OMP_NUM_THREADS": str(max(1, os.cpu_count() // args.jobs))}
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     said = (done.stderr.strip().splitlines() or ["no message"])[-1]
