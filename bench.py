@@ -3,9 +3,9 @@
     python bench.py bias        the grids: bias of each bin, slopes, how it compounds (1 min)
     python bench.py sqnr        which grid suits a trained model's tensors, and the RHT (3 min)
     python bench.py cpu         what emulation costs on this CPU, against BF16 steps (5 min)
-    python bench.py loss        what recipes cost in loss, paired seeds (hours; --quick: a look)
+    python bench.py loss        what recipes cost in loss, paired seeds (hours)
     python bench.py ablate      the same, one change at a time
-    python bench.py scaling     the same against compute: five sizes, dense and mixtures
+    python bench.py scaling     the same against compute: five dense sizes, three mixtures
     python bench.py dispatch    what the kernels compile to on GPUs that are not here (5 min)
     python bench.py kernels     their speed on this GPU, against copying and cuBLAS
     python bench.py tune        which tiles and programs quantize fastest on this GPU
@@ -13,15 +13,18 @@
     python bench.py train       train.py with the recipes below besides its own
     python bench.py readme      write the tables of both README.md anew
 
-A command prints its tables and saves them, with the numbers behind them, in data/results/NAME.json;
-some draw NAME.png. loss, ablate and scaling save each run as it ends, and go on where they stopped.
+A command prints its tables, saves them, with the numbers behind them, in data/results/NAME.json,
+and puts them into both README.md; some draw NAME.png. loss, ablate and scaling save each run as it
+ends, and go on from there; --seeds 2 --steps 300 is a quick look, in a file of its own.
 """
 import argparse
 import collections
 import concurrent.futures
+import functools
 import itertools
 import json
 import math
+import operator
 import os
 import platform
 import re
@@ -49,7 +52,6 @@ RESULTS = HERE / "data" / "results"
 PAGES = (HERE / "README.md", RESULTS / "README.md")
 
 # ---- Common: results on disk, tables, figures, statistics ---------------------------------------
-
 def machine():
     """What measures, and the commit of the code that it runs."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
@@ -65,11 +67,12 @@ def save(name, results):
     os.replace(part, RESULTS / f"{name}.json")
 
 def finish(name, tables, results=None):
-    """Print tables {marker in a page: rows of text, the head first}, and save them."""
+    """Print tables {marker in a page: rows of text, the head first}, save them, fill the pages."""
     for rows in tables.values():
         widths = [max(map(len, column)) for column in zip(*rows)]
         print(*("  ".join(map(str.ljust, row, widths)) for row in rows), "", sep="\n")
     save(name, {**(results or {}), "machine": machine(), "tables": tables})
+    bench_readme()
 
 def fill_tables(page):
     """A page's text with each block between <!-- NAME --> and <!-- /NAME --> made anew."""
@@ -85,17 +88,15 @@ def fill_tables(page):
         return "\n".join([f"<!-- {found[1]} -->", *lines, f"<!-- /{found[1]} -->"])
     return re.sub(r"<!-- (\S+) -->\n.*?<!-- /\1 -->", block, page, flags=re.S)
 
-def bench_readme(args):
+def bench_readme(args=None):
     for page in PAGES:
         page.write_text(fill_tables(page.read_text()))
 
 def figure(name, columns, draw, *given, height=3.4):
     """draw(axes, *given) on `columns` axes side by side, into NAME.png."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    fig, axes = plt.subplots(1, columns, figsize=(4.6 * columns, height), layout="constrained")
-    draw(axes, *given)
+    from matplotlib.figure import Figure
+    fig = Figure(figsize=(4.6 * columns, height), layout="constrained")
+    draw(fig.subplots(1, columns), *given)
     fig.savefig(RESULTS / f"{name}.png", dpi=80)
 
 # The 97.5% quantile of Student's t, by number of values (one more than degrees of freedom)
@@ -121,18 +122,16 @@ def spread(values, form="{:.2f}"):
     return f"{middle} ({low} to {high})"
 
 def interleaved(functions, rounds):
-    """{name: milliseconds of each call} of functions {name: f} called in turns, after two calls to
-    warm up."""
-    times = {name: [] for name in functions}
+    """[milliseconds of each call] of each function, called in turns, after two calls to warm up."""
+    times = [[] for _ in functions]
     for _ in range(rounds + 2):
-        for name, f in functions.items():
+        for ms, f in zip(times, functions):
             start = time.perf_counter()
             f()
-            times[name].append(1e3 * (time.perf_counter() - start))
-    return {name: ms[2:] for name, ms in times.items()}
+            ms.append(1e3 * (time.perf_counter() - start))
+    return [ms[2:] for ms in times]
 
 # ---- Experiments: recipes beside those of ufp4.py, which `bench.py train` knows too -------------
-
 @dataclass(frozen=True)
 class Choosing(Quantizer):
     """Each block takes fmt or `other`: what has the smaller squared error to nearest, for noise in
@@ -165,64 +164,49 @@ class Sloped(Quantizer):
 
 @dataclass(frozen=True)
 class Experiment(Recipe):
-    """A recipe whose quantizers are of another kind, or have `more` fields set: all of them, or
-    those of the GEMM or operand `where`."""
+    """A recipe whose quantizers are of another kind, or have `more` set, in all GEMMs or in one."""
     kind: type = Quantizer
     more: tuple = ()
-    where: str = ""
+    only: str = ""
 
     def quantizer(self, operand, gemm):
         q = super().quantizer(operand, gemm)
-        here = self.where in ("", operand, gemm)
-        return self.kind(**vars(q) | dict(self.more)) if here else q
+        return self.kind(**vars(q) | dict(self.more)) if self.only in ("", gemm) else q
 
-def experiment(name, like, kind=Quantizer, where="", **more):
+def add(recipe):
+    RECIPES[recipe.name] = recipe
+    return recipe.name
+
+def experiment(name, like, kind=Quantizer, only="", **more):
     r = RECIPES[like]
-    return Experiment(name, r.fmt, r.scale, r.block, r.rht, r.sr, kind=kind, where=where,
-                      more=tuple(more.items()))
+    return add(Experiment(name, r.fmt, r.scale, r.block, r.rht, r.sr, kind=kind,
+                          more=tuple(more.items()), only=only))
 
-def varied(name, like="ufp4", **changes):
-    return replace(RECIPES[like], name=f"{like}-{name}", **changes)
-
-# The choices of arXiv 2512.02010 (a block's maximum to 6 or 4) and arXiv 2605.31035 (E2M1 or E1M2),
-# all else as in e2m1
-NEIGHBOURS = [experiment("four-over-six", "e2m1", Choosing, other=FORMATS["e2m1-max4"]),
-              experiment("mixfp4", "e2m1", Choosing, other=ufp4.E1M2)]
-# {what differs from ufp4: recipes}
-ABLATIONS = {
-    "RHT on": [varied("-".join(("rht", *(gemms or ["none"]))), rht=gemms) for gemms in (
-        (), ("wgrad",), ("dgrad", "wgrad"), ("fprop", "wgrad"))],
-    "SR on": [varied("-".join(("sr", *(operands or ["none"]))), sr=operands) for operands in (
-        (), ("x", "dy"), OPERANDS)],
-    "grid, slope": [RECIPES["e2m1-full-rht"],
+# {command: {what some recipes have in common: their names}}
+UFP4 = RECIPES["ufp4"]
+GROUPS = {"loss": {
+    "the method": ["ufp4", "ufp4-int4"],
+    "E2M1": ["e2m1", "e2m1-full-rht"],
+    "the method, other scales": ["ufp4-e4m3", "ufp4-mx"],
+    "a standard": ["nvfp4", "mxfp4"],
+    # arXiv 2512.02010 (a block's maximum to 6 or 4) and arXiv 2605.31035, all else as in e2m1
+    "a choice by block": [experiment("four-over-six", "e2m1", Choosing, other=FORMATS["e2m1-max4"]),
+                          experiment("mixfp4", "e2m1", Choosing, other=ufp4.E1M2)]},
+"ablate": {
+    "the pair": ["ufp4", "e2m1"],
+    "RHT on": [add(replace(UFP4, name=f"ufp4-rht-{'-'.join(gemms) or 'none'}", rht=gemms))
+               for gemms in ((), ("wgrad",), ("dgrad", "wgrad"), ("fprop", "wgrad"))],
+    "SR on": [add(replace(UFP4, name=f"ufp4-sr-{'-'.join(which) or 'none'}", sr=which))
+              for which in ((), ("x", "dy"), OPERANDS)],
+    "grid, slope": ["e2m1-full-rht",
                     experiment("e2m1-debiased", "e2m1-full-rht", Sloped, slope=1.0),
                     experiment("ufp4-shrunk", "ufp4", Sloped, slope=0.996)],
-    "one GEMM in E2M1": [experiment(f"ufp4-{g}-in-e2m1", "ufp4", where=g, fmt=ufp4.E2M1)
-                         for g in GEMMS],
-    "one operand in E2M1": [experiment(f"ufp4-{o}-in-e2m1", "ufp4", where=o, fmt=ufp4.E2M1)
-                            for o in OPERANDS],
-    "range of E2M1": [RECIPES[f"e2m1-max{top}"] for top in (2, 3, 4)],
-    "scales, grid": [varied(name, like, scale=scale) for like, name, scale in (
-        ("ufp4", "e4m3-nearest", "e4m3"), ("e2m1", "e4m3-nearest", "e4m3"),
-        ("ufp4", "e4m3-up", "e4m3_up"), ("e2m1", "e4m3-up", "e4m3_up"),
-        ("ufp4", "e8m0-up", "e8m0_up"), ("e2m1", "e8m0-floor", "e8m0"))],
-    "block": [varied(f"block-{n}", block=n) for n in (8, 32)],
-    "Hadamard size": [varied(f"rht-block-{n}", rht_block=n) for n in (8, 32)]}
-RECIPES.update({r.name: r for rows in (NEIGHBOURS, *ABLATIONS.values()) for r in rows})
+    "one GEMM in E2M1": [experiment(f"ufp4-{gemm}-in-e2m1", "ufp4", only=gemm, fmt=ufp4.E2M1)
+                         for gemm in GEMMS],
+    "range of E2M1": ["e2m1-max2", "e2m1-max3", "e2m1-max4"]}}
 
 # ---- bias: the geometry of shrinkage ------------------------------------------------------------
-
 GRIDS = ("e2m1", "e1m2")
-
-def bin_bias(fmt):
-    """Mean of rho(t) - t over t spread evenly over each interior bin, beside (l - r) / 2."""
-    f, bins = FORMATS[fmt], []
-    for a, q, b in zip(f.levels, f.levels[1:], f.levels[2:]):
-        left, right = (q - a) / 2, (b - q) / 2
-        t = q - left + (left + right) * (torch.arange(100_000, dtype=torch.float64) + 0.5) / 100_000
-        measured = (ufp4.round_to_grid(t.float(), f).double() - t).mean().item()
-        bins.append({"level": q, "closed": (left - right) / 2, "measured": measured})
-    return bins
 
 def sqnr(q, x):
     """Signal to quantization noise in dB, -10 log10(|q - x|^2 / |x|^2), as in the paper."""
@@ -285,34 +269,31 @@ def bench_bias(args):
             nearest = ufp4.fake_quantize(x, f, scale)
             noisy = ufp4.fake_quantize(x, f, scale, stochastic=True, generator=g)
             scales[-1] += [cell(nearest, x), cell(noisy, x), f"{sqnr(nearest, x):.2f}"]
-    bins, chains = ({f: make(f) for f in GRIDS} for make in (bin_bias, chain))
-    finish("bias", {"slopes": slopes, "scales": scales}, {"bins": bins, "chain": chains})
-    figure("bias", 3, draw_bias, bins, chains)
+    chains = {f: chain(f) for f in GRIDS}
+    figure("bias", 2, draw_bias, chains)
+    finish("bias", {"slopes": slopes, "scales": scales}, {"chain": chains})
 
-def draw_bias(axes, biases, chains):
-    bins, bias, depth = axes
+def draw_bias(axes, chains):
+    """Left, the bins, and the mean error in each that is lopsided, (l - r) / 2. Right, chains."""
+    bins, depth = axes
     for y, f, color in ((1, "e2m1", "C3"), (0, "e1m2", "C0")):
-        levels = [q / FORMATS[f].max for q in FORMATS[f].levels]
-        edges = [0, *((a + b) / 2 for a, b in zip(levels, levels[1:])), 1]
+        levels, top = torch.tensor(FORMATS[f].levels), FORMATS[f].max
+        edges = torch.tensor([0, *(levels[1:] + levels[:-1]) / 2, top]) / top
         bins.stairs([y + 0.25] * 8, edges, baseline=y - 0.25, fill=True, color=color, alpha=0.3)
         bins.vlines(edges, y - 0.25, y + 0.25, color="w", lw=3)
-        bins.vlines(levels, y - 0.33, y + 0.33, color="k", lw=1.5)
-        at, closed, measured = ([r[k] / FORMATS[f].max for r in biases[f]]
-                                for k in ("level", "closed", "measured"))
-        bias.plot(at, closed, "o", mfc="none", ms=9, color=color, label=f"{f.upper()}, (l - r) / 2")
-        bias.plot(at, measured, ".", color=color, label="measured")
+        bins.vlines(levels / top, y - 0.33, y + 0.33, color="k", lw=1.5)
+        for q, error in zip(levels[1:], (levels.diff()[:-1] - levels.diff()[1:]) / 4):
+            if error:
+                bins.text(q / top, y + 0.37, f"{error:g}", ha="center")
         measured, product = zip(*chains[f])
         gemms = range(1, 1 + len(measured))
         depth.plot(gemms, measured, color=color, label=f"{f.upper()} measured")
         depth.plot(gemms, product, "--", color=color, label="product of alphas")
     bins.set(yticks=(0, 1), yticklabels=("E1M2", "E2M1"), xlabel="value / block maximum",
-             title="Levels (lines) and rounding bins")
-    bias.set(xlabel="value / block maximum", ylabel="mean rounding error / block maximum",
-             title="Bias of each bin")
+             ylim=(-0.5, 1.6), title="Levels (lines), rounding bins, mean errors")
     depth.set(xlabel="quantized GEMMs in a row", ylabel="attenuation of the signal",
               title="Shrinkage compounds")
-    for ax in (bias, depth):
-        ax.legend(fontsize=8)
+    depth.legend(fontsize=8)
 
 # ---- lesson: python ufp4.py ---------------------------------------------------------------------
 
@@ -332,8 +313,9 @@ def lesson():
         for fmt in (ufp4.E2M1, ufp4.E1M2):
             quantizer = Quantizer(fmt)
             s, codes, decoded = quantizer.snap(v)[1].item(), quantizer.pack(v).codes, quantizer(v)
-            print(f"  {fmt.name}: levels {' '.join(f'{level:g}' for level in fmt.levels)}; amax "
-                  f"{v.abs().max():.3f} / {fmt.max:g} = s = {s:.4f}; SQNR {sqnr(decoded, v):.2f} dB")
+            levels = " ".join(f"{level:g}" for level in fmt.levels)
+            print(f"  {fmt.name}: levels {levels}; amax {v.abs().max():.3f} / {fmt.max:g} = s = "
+                  f"{s:.4f}; SQNR {sqnr(decoded, v):.2f} dB")
             show("x/s", v / s)
             show("code", [f"{c:04b}" for byte in codes.tolist() for c in (byte & 15, byte >> 4)])
             show("Q(x)", decoded)
@@ -348,25 +330,18 @@ def lesson():
               f"in closed form {gaussian_slope(fmt.levels):.4f}")
 
 # ---- sqnr: does the RHT change the preferred grid? (the paper's Q1) -----------------------------
-
 CONTRACTED = {"x": ("fprop", "wgrad"), "w": ("fprop", "dgrad"), "dy": ("dgrad", "wgrad")}
-
-def all_sqnr(x):
-    """SQNR in dB of x (R, K) in blocks along K: E2M1, E1M2, and both with the RHT."""
-    rotated = ufp4.rht(x, ufp4.random_signs(0))
-    return [sqnr(ufp4.fake_quantize(v, f), v) for v in (x, rotated) for f in GRIDS]
 
 def capture(model, tokens, targets):
     """{(layer, operand): its tensor (rows, columns)}: X, W and dY of every quantizable layer."""
-    kept = {}
+    got = {}
     for name, m in model.named_modules():
         if isinstance(m, ufp4.Linear):
-            kept[name, "w"] = m.weight
-            m.register_forward_pre_hook(lambda m, x, at=(name, "x"): kept.update({at: x[0]}))
-            m.register_full_backward_hook(lambda m, dx, dy, at=(name, "dy"):
-                                          kept.update({at: dy[0]}))
+            got[name, "w"] = m.weight
+            m.register_forward_pre_hook(lambda m, x, at=(name, "x"): got.update({at: x[0]}))
+            m.register_full_backward_hook(lambda m, _, dy, at=(name, "dy"): got.update({at: dy[0]}))
     model(tokens, targets).backward()
-    return {at: x.detach().flatten(0, -2) for at, x in kept.items()}
+    return {at: x.detach().flatten(0, -2) for at, x in got.items()}
 
 def load_model(flags, checkpoint):
     """(settings, data set, GPT with the checkpoint's weights) of train.py with these flags."""
@@ -383,29 +358,24 @@ def bench_sqnr(args):
         train.train(train.parse_args(flags))
     s, dataset, model = load_model(flags, out / "ckpt-0000300")
     batch = train.get_batch([read_tokens(p) for p in dataset.train], s, s.steps)
-    tensors = [{"layer": layer, "operand": operand, "gemm": gemm, "sqnr": all_sqnr(data)}
-               for (layer, operand), x in capture(model, *batch).items()
-               for gemm, data in zip(CONTRACTED[operand], (x, x.T.contiguous()))]
-    finish("sqnr", {"sqnr": sqnr_table(tensors)}, {"tensors": tensors})
-
-def sqnr_table(tensors):
-    """Medians over the layers of a kind; of how many the better grid changes with the RHT."""
+    found, signs = collections.defaultdict(list), ufp4.random_signs(0)
+    for (layer, operand), x in capture(model, *batch).items():
+        kind = "all layers" if operand == "w" else layer.rpartition(".")[2]
+        for gemm, data in zip(CONTRACTED[operand], (x, x.T.contiguous())):
+            found[f"{operand} of {kind}, {gemm}"].append(
+                [sqnr(ufp4.fake_quantize(v, f), v) for v in (data, ufp4.rht(data, signs))
+                 for f in GRIDS])
     rows = [["SQNR, dB", "E2M1", "E1M2", "E2M1, RHT", "E1M2, RHT", "better grid changes"],
             ["the paper's input of fc2", "21.90", "19.94", "20.00", "23.19", ""]]
-    groups = collections.defaultdict(list)
-    for r in (r for r in tensors if r["gemm"] == "fprop" or r["operand"] == "dy"):
-        kind = "all layers" if r["operand"] == "w" else r["layer"].rpartition(".")[2]
-        groups[f"{r['operand']} of {kind}, {r['gemm']}"].append(r["sqnr"])
-    for name, found in groups.items():
-        flips = sum((a > b) != (c > d) for a, b, c, d in found)
-        rows.append([name, *(f"{statistics.median(column):.2f}" for column in zip(*found)),
-                     f"{flips} of {len(found)}"])
-    return rows
+    for name, layers in found.items():
+        changes = sum((a > b) != (c > d) for a, b, c, d in layers)
+        rows.append([name, *(f"{statistics.median(column):.2f}" for column in zip(*layers)),
+                     f"{changes} of {len(layers)}"])
+    finish("sqnr", {"sqnr": rows}, {"tensors": found})
 
 # ---- cpu: what emulation costs ------------------------------------------------------------------
-
 def training_step(s, recipe, vocab_size):
-    """A function that takes a whole step of training a GPT, always on the same random tokens."""
+    """A function that makes a whole step of training a GPT, always on the same random tokens."""
     torch.manual_seed(0)
     model, optimizer = train.build(s, RECIPES[recipe], vocab_size)
     model.init_weights()
@@ -418,6 +388,8 @@ def training_step(s, recipe, vocab_size):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+        if s.device == "cuda":
+            torch.cuda.synchronize()
     return step
 
 def bench_cpu(args):
@@ -425,35 +397,39 @@ def bench_cpu(args):
              "`ufp4` / `bf16`", "`e2m1` / `bf16`"]]
     for model, dtype in itertools.product(("nano", "nano-moe"), ("float32", "bfloat16")):
         s = train.parse_args(["--model", model, "--dtype", dtype, "--device", "cpu"])
-        steps = {r: training_step(s, r, 256) for r in ("bf16", "ufp4", "e2m1")}
-        bf16, *ours = interleaved(steps, 15).values()
+        steps = [training_step(s, recipe, 256) for recipe in ("bf16", "ufp4", "e2m1")]
+        bf16, *ours = interleaved(steps, 15)
         rows.append([f"`{model}`, {dtype}", spread(bf16, "{:.0f}"),
                      *(spread([a / b for a, b in zip(ms, bf16)]) for ms in ours)])
     finish("cpu", {"cpu": rows})
 
 # ---- loss, ablate, scaling: train many small models and compare ---------------------------------
+def size(preset, layers, dim, heads, hidden, batch, tokens=1):
+    """Flags of train.py. As many `tokens` for each weight that a token meets; of 16 experts those
+    are 3, and the shared one."""
+    mlps = 4 if preset == "nano-moe" else 1
+    weights = 2 * vocabulary("python") * dim + layers * dim * (4 * dim + 3 * mlps * hidden)
+    steps = round(tokens * weights / (batch * 256))
+    lr = 3e-3 * (128 / dim) ** 0.5      # to be checked at two: scaling --models SIZE --lr LR
+    return (f"--model {preset} --layers {layers} --dim {dim} --heads {heads} --hidden {hidden} "
+            f"--batch-size {batch} --seq-len 256 --steps {steps} --lr {lr:.2e}").split()
 
-# What a model is here: flags of train.py. SIZES have nano's steps, batches and learning rate.
-SIZES = {kind: {f"{kind}-{dim}": f"--model {preset} --layers {layers} --dim {dim} --heads {heads} "
-                f"--hidden {hidden}".split() for layers, dim, heads, hidden in shapes}
-         for kind, preset, shapes in (
-    ("dense", "nano", ((2, 32, 2, 96), (3, 64, 2, 176), (3, 96, 3, 256), (4, 128, 4, 352),
-                       (5, 160, 5, 448))),
-    ("moe", "nano-moe", ((1, 32, 2, 32), (2, 48, 3, 32), (3, 64, 2, 48), (3, 96, 3, 64),
-                         (4, 128, 4, 96))))}
-# One size with a third of the learning rate, four times the text, or nano's parameters in 16 blocks
-VARIED = {name: [*SIZES["dense"]["dense-64"], *flags] for name, *flags in (
-    ("dense-64-slow", "--lr", "1e-3"), ("dense-64-long", "--steps", "3200"),
-    ("nano-deep", "--layers", "16"))}
-MODELS = {**{name: ["--model", name] for name in ("nano", "nano-moe", "small", "small-moe")},
-          **SIZES["dense"], **SIZES["moe"], **VARIED}
+# By kind and millions of parameters; a third part of a name says what else differs
+SIZES = {"dense-0.3m": size("nano", 2, 96, 3, 256, 4),
+         "dense-0.9m": size("nano", 4, 128, 4, 352, 8),
+         "dense-0.9m-long": size("nano", 4, 128, 4, 352, 8, tokens=4),
+         "dense-2m": size("nano", 4, 192, 6, 512, 12),
+         "dense-5m": size("nano", 6, 256, 8, 704, 20),
+         "dense-10m": size("nano", 6, 384, 6, 1024, 32),
+         "moe-1m": size("nano-moe", 3, 96, 3, 64, 4),
+         "moe-3m": size("nano-moe", 4, 128, 4, 96, 8),
+         "moe-10m": size("nano-moe", 6, 192, 6, 160, 16)}
+MODELS = {**{name: ["--model", name] for name in train.PRESETS}, **SIZES}
 
 def folder(args, job):
-    """Where a run goes: with other flags for train.py, such as --quick's, somewhere else."""
-    flags = re.sub(r"\W+", "-", " ".join(["", *args.train]))
-    return args.runs / ("{model}-{estimator}-{recipe}-s{seed}".format(**job) + flags)
+    return args.runs / "{model}-{estimator}-{recipe}-s{seed}".format(**job)
 
-def weights(args, job):
+def milestones(args, job):
     """The checkpoints where others branch from a BF16 run, and at the end of any run."""
     steps = train.parse_args([*MODELS[job["model"]], *args.train]).steps
     return [folder(args, job) / f"ckpt-{n:07d}" for n in (2 * steps // 3, steps)]
@@ -464,16 +440,14 @@ def bf16_of(job):
 
 def train_run(args, job):
     """One run of train.py in a process of its own -> its results."""
-    out, branch = folder(args, job), weights(args, bf16_of(job))[0]
+    out, (branch, _) = folder(args, job), milestones(args, bf16_of(job))
     command = [sys.executable, __file__, "train", "--recipe", job["recipe"], *MODELS[job["model"]],
                *args.train, *f"--seed {job['seed']} --sample 0 --eval-interval 1000000".split(),
                "--save-interval", str(int(branch.name[5:])), "--out", str(out)]
-    # A stopped BF16 run starts anew: going on, it might drop the checkpoint to branch from.
-    whole = all(path.exists() for path in weights(args, job))
-    if train.checkpoints(out) and (whole or job["recipe"] != "bf16"):
-        command += ["--resume"]
-    elif job["estimator"] == "branched":
+    if job["estimator"] == "branched":
         command += ["--branch", str(branch)]
+    if milestones(args, job)[-1].exists():
+        command += ["--resume"]                 # another command ran it: to be evaluated
     env = {**os.environ, "OMP_NUM_THREADS": str(max(1, os.cpu_count() // args.jobs))}
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     said = (done.stderr.strip().splitlines() or ["no message"])[-1]
@@ -501,10 +475,10 @@ def forward_passes(args, job):
     """The parts of a branched run's gap: the loss of its weights in a BF16 forward pass, and of the
     BF16 run's weights in its own, with the slope and noise there, means over the layers."""
     flags = [*MODELS[job["model"]], *args.train, "--seed", str(job["seed"]), "--recipe"]
-    s, dataset, model = load_model([*flags, "bf16"], weights(args, job)[-1])
+    s, dataset, model = load_model([*flags, "bf16"], milestones(args, job)[-1])
     tokens = read_tokens(dataset.val[0])
     weights_loss = train.evaluate(model, tokens, s)
-    s, _, model = load_model([*flags, job["recipe"]], weights(args, bf16_of(job))[-1])
+    s, _, model = load_model([*flags, job["recipe"]], milestones(args, bf16_of(job))[-1])
     own_loss, found = output_noise(lambda: train.evaluate(model, tokens, s))
     slope, noise = map(statistics.mean, zip(*found))
     return {"weights_loss": weights_loss, "own_loss": own_loss, "slope": slope, "noise": noise}
@@ -525,26 +499,19 @@ def bf16_by_float32():
     for name in ("linear", "grouped_mm", "scaled_dot_product_attention"):
         setattr(F, name, rounded(getattr(F, name)))
 
-def key(r):
-    """Of a job, and of the record that it leaves."""
-    return r["model"], r["recipe"], r["estimator"], r["seed"]
+key = operator.itemgetter("model", "recipe", "estimator", "seed")  # of a job, and of its record
 
 def train_all(args, recipes):
-    """Run models x seeds x estimators x recipes, less what data/results/NAME.json has -> (NAME,
-    what it then has). A BF16 run is repeated where others need its weights, but its folder is gone;
-    so each record has the BF16 loss that it is compared with."""
-    name = args.command
-    if args.quick:
-        name, args.seeds, args.estimators = f"{name}-quick", 2, ["branched"]
-        args.train = [*args.train, "--steps", "300"]
-    path = RESULTS / f"{name}.json"
+    """Run seeds x models x estimators x recipes, less what data/results/NAME.json has -> what it
+    then has. A BF16 run is repeated where others need its weights, but its folder is gone; so each
+    record has the BF16 loss that it is compared with."""
+    path = RESULTS / f"{args.name}.json"
     results = {"flags": args.train, "settings": {}, "machines": [], "runs": []}
     if path.exists():
-        results = json.loads(path.read_text())
+        results |= json.loads(path.read_text())
     if results["flags"] != args.train:
         sys.exit(f"bench.py: {path} has runs with other flags for train.py; move it away first")
-    runs, here = {key(r): r for r in results["runs"]}, machine()
-    lock = threading.Lock()
+    runs, here, lock = {key(r): r for r in results["runs"]}, machine(), threading.Lock()
 
     def run(job):
         found = train_run(args, job)
@@ -552,32 +519,31 @@ def train_all(args, recipes):
             if job["estimator"] == "branched" and found["val_loss"] is not None:
                 found |= forward_passes(args, job)
             first, *_, last = train.read_log(folder(args, bf16_of(job)) / "log.jsonl")
+            results["settings"].setdefault(job["model"], first["settings"])
             if here not in results["machines"]:
                 results["machines"].append(here)
-            results["settings"].setdefault(job["model"], first["settings"])
             runs[key(job)] = {**job, "machine": results["machines"].index(here), **found,
                               "bf16_val_loss": last["val_loss"]}
             results["runs"] = [runs[k] for k in sorted(runs)]
-            save(name, results)
+            save(args.name, results)
         print(*key(job), found["val_loss"], flush=True)
 
-    baselines, jobs = [], []
-    for seed, model in itertools.product(range(args.seeds), args.models):
-        new = [{"model": model, "recipe": recipe, "estimator": estimator, "seed": seed}
-               for estimator in args.estimators for recipe in args.rows or recipes
-               if (model, recipe, estimator, seed) not in runs]
-        bf16 = bf16_of({"model": model, "seed": seed})
-        at_hand = all(path.exists() for path in weights(args, bf16))
-        if key(bf16) not in runs or new and not at_hand:
-            baselines.append(bf16)
-        jobs += new
+    def run_all_of(seed, model):
+        jobs = [{"model": model, "recipe": recipe, "estimator": estimator, "seed": seed}
+                for estimator in args.estimators for recipe in args.rows or recipes]
+        new, bf16 = [job for job in jobs if key(job) not in runs], bf16_of(jobs[0])
+        if key(bf16) not in runs or new and not milestones(args, bf16)[0].exists():
+            run(bf16)
+        for job in new:
+            run(job)
+
     try:
         with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-            for batch in (baselines, jobs):             # jobs need their baselines' checkpoints
-                list(pool.map(run, batch))              # the first to fail cancels the others
+            each = itertools.product(range(args.seeds), args.models)
+            list(pool.map(run_all_of, *zip(*each)))     # the first to fail cancels the others
     except (KeyboardInterrupt, RuntimeError) as e:
         sys.exit(f"bench.py: stopped; the same command goes on from here. {e}")
-    return name, results
+    return results
 
 def errors_of(runs, model, recipe, estimator="branched", loss="val_loss"):
     """{seed: BF16-relative loss error} (the paper's, Q2), infinite if the run diverged."""
@@ -612,76 +578,61 @@ def fprop_of(runs, model):
             if math.isfinite(contrast(runs, model, {recipe: 1})[0])}
 
 # ---- loss: recipes; ablate: one change at a time ------------------------------------------------
-
-# {command: {what some recipes have in common: their names}}
-GROUPS = {"loss": {"the method": ["ufp4", "ufp4-int4"], "E2M1": ["e2m1", "e2m1-full-rht"],
-                   "the method, other scales": ["ufp4-e4m3", "ufp4-mx"],
-                   "a standard": ["nvfp4", "mxfp4"],
-                   "a choice by block": ["four-over-six", "mixfp4"]},
-          "ablate": {"the pair": ["ufp4", "e2m1"],
-                     **{what: [r.name for r in rows] for what, rows in ABLATIONS.items()}}}
 # The paper's: BF16-relative loss errors in % (Q2), and Dense 1.5B's losses over ufp4's (Q4)
-PAPER = {"loss": {"ufp4": "0.97", "e2m1": "1.26"},
-         "loss-nano-moe": {"ufp4": "1.85", "e2m1": "2.36"},
-         "ablate": {"ufp4-rht-none": "+0.60", "ufp4-rht-wgrad": "+0.34", "ufp4-sr-none": "+0.24",
-                    "ufp4-rht-dgrad-wgrad": "+0.44", "ufp4-rht-fprop-wgrad": "+0.25"}}
-# Grid x slope, RHT on all three GEMMs: E2M1, which shrinks, and does not; E1M2 likewise
+PAPER = {("loss", "nano"): {"ufp4": "0.97", "e2m1": "1.26"},
+         ("loss", "nano-moe"): {"ufp4": "1.85", "e2m1": "2.36"},
+         ("ablate", "nano"): {
+             "ufp4-rht-none": "+0.60", "ufp4-rht-wgrad": "+0.34", "ufp4-rht-dgrad-wgrad": "+0.44",
+             "ufp4-rht-fprop-wgrad": "+0.25", "ufp4-sr-none": "+0.24"}}
+# Effects in sums of loss errors, RHT on all three GEMMs: E2M1, which shrinks or does not; E1M2 too
 CAUSES = ("e2m1-full-rht", "e2m1-debiased", "ufp4-shrunk", "ufp4")
+EFFECTS = {"effect of the grid": dict(zip(CAUSES, (.5, .5, -.5, -.5))),
+           "effect of shrinking": dict(zip(CAUSES, (.5, -.5, .5, -.5)))}
 
 def bench_loss(args):
     groups = GROUPS[args.command]
-    name, results = train_all(args, sum(groups.values(), []))
-    finish(name, loss_tables(name, results["runs"], groups), results)
+    recipes = sum(groups.values(), [])
+    results = train_all(args, recipes)
     for model in args.models:
-        figure(name if model == "nano" else f"{name}-{model}", 2, draw_loss, results["runs"],
-               model, groups, height=3.4 if args.command == "loss" else 7)
+        figure(f"{args.name}-{model}", 2, draw_loss, results["runs"], model, groups,
+               height=1.4 + 0.2 * len(recipes))
+    finish(args.name, loss_tables(args.name, results["runs"], groups), results)
 
 bench_ablate = bench_loss
 
 def loss_tables(name, runs, groups):
-    """Of every model in the file."""
-    cause, noise = f"cause-{name}", f"noise-{name}"
-    tables = {cause: [["loss error, % (seeds)", *(f"`{recipe}`" for recipe in CAUSES),
-                       "effect of the grid", "of shrinking"]],
-              noise: [["recipes of", "correlation of loss error and noise", "and shrinkage",
-                       "loss error / noise"]]}
-    for model in sorted({r["model"] for r in runs}):
-        title = name if model == "nano" else f"{name}-{model}"
-        tables[title] = recipe_table(runs, model, groups, PAPER.get(title, {}))
-        if all(errors_of(runs, model, recipe) for recipe in CAUSES):
-            tables[cause].append([f"`{model}`", *(cell(runs, model, recipe) for recipe in CAUSES),
-                                  *(text(contrast(runs, model, dict(zip(CAUSES, signs))))
-                                    for signs in ((.5, .5, -.5, -.5), (.5, -.5, .5, -.5)))])
-        fprop = fprop_of(runs, model)
-        if len(fprop) > 2:
-            slopes, noises = zip(*fprop.values())
-            errors = [contrast(runs, model, {recipe: 1})[0] for recipe in fprop]
-            tables[noise].append([
-                f"`{model}`: {len(fprop)}", f"{statistics.correlation(noises, errors):.2f}",
-                f"{-statistics.correlation(slopes, errors):.2f}",
-                spread([e / n for e, n in zip(errors, noises)])])
-    return {title: rows for title, rows in tables.items() if len(rows) > 1}
+    """{title: table} of every model."""
+    return {f"{name}-{model}": recipe_table(runs, model, groups, PAPER.get((name, model), {}))
+            for model in sorted({r["model"] for r in runs})}
+
+def measured(rows):
+    """A table without the columns in which nothing was measured."""
+    return [list(row) for row in zip(*(column for column in zip(*rows) if any(column[1:])))]
 
 def recipe_table(runs, model, groups, published):
-    """Without the columns in which nothing was measured."""
+    """A row a recipe; then EFFECTS, and how loss error goes with slope and noise of fprop."""
     rows = [[f"`{model}`: loss error, % (seeds)", "recipe", "from scratch", "branched",
              "less `e2m1`", "less `ufp4`", "of it, in the weights", "forward noise alone",
              "slope of fprop", "noise of fprop, %", "the paper's"]]
     fprop = fprop_of(runs, model)
-    for group, recipes in groups.items():
-        for recipe in recipes:
-            row, (slope, noise) = (runs, model, recipe), fprop.get(recipe, (None, None))
-            cells = [cell(*row, estimator="scratch"), cell(*row), less(*row, "e2m1"),
-                     less(*row, "ufp4"), cell(*row, loss="weights_loss"),
-                     cell(*row, loss="own_loss"), f"{slope:.4f}" if slope else "",
-                     f"{100 * noise:.3f}" if noise else ""]
-            if any(cells):
-                rows.append([group, f"`{recipe}`", *cells, published.get(recipe, "")])
-    return [list(row) for row in zip(*(column for column in zip(*rows) if any(column[1:])))]
+    for group, recipe in ((group, r) for group, recipes in groups.items() for r in recipes):
+        row, (slope, noise) = (runs, model, recipe), fprop.get(recipe, (None, None))
+        cells = [cell(*row, estimator="scratch"), cell(*row), less(*row, "e2m1"),
+                 less(*row, "ufp4"), cell(*row, loss="weights_loss"), cell(*row, loss="own_loss"),
+                 f"{slope:.4f}" if slope else "", f"{100 * noise:.3f}" if noise else ""]
+        if any(cells):
+            rows.append([group, f"`{recipe}`", *cells, published.get(recipe, "")])
+    for name, effect in EFFECTS.items():
+        if found := contrast(runs, model, effect):
+            rows.append([name, "", "", text(found), *[""] * 7])
+    if len(fprop) > 2:
+        errors = [contrast(runs, model, {recipe: 1})[0] for recipe in fprop]
+        found = (f"{statistics.correlation(v, errors):.2f}" for v in zip(*fprop.values()))
+        rows.append([f"correlation with branched, over {len(fprop)}", *[""] * 7, *found, ""])
+    return measured(rows)
 
 def draw_loss(axes, runs, model, groups):
-    """Left, loss errors less ufp4's. Right, loss error against the noise of fprop. A colour a
-    group."""
+    """Loss errors less ufp4's; loss error against the noise of fprop. A colour a group."""
     (differences, scatter), names, fprop = axes, [], fprop_of(runs, model)
     for at, recipes in enumerate(groups.values()):
         look = {"fmt": "o", "ms": 4, "color": f"C{at % 10}"}
@@ -700,75 +651,67 @@ def draw_loss(axes, runs, model, groups):
                 xlim=(0, None), ylim=(0, None), title="Loss error against noise")
 
 # ---- scaling: against compute -------------------------------------------------------------------
+SCALED = ("e2m1", "ufp4", "e2m1-full-rht")
+
+def counted(s, recipe="bf16"):
+    """(GPT without values, parameters, those active for a token, FLOPs a token)"""
+    with torch.device("meta"):
+        model = train.GPT(s, ufp4.get_recipe(recipe), vocabulary(s.data))
+    return model, *train.counts(model, s)
 
 def bench_scaling(args):
-    name, results = train_all(args, ("ufp4", "e2m1"))
-    costs = costs_of(results)
-    finish(name, {name: scaling_table(results["runs"], costs)}, results)
-    figure(name, 1, draw_scaling, results["runs"], costs)
+    results = train_all(args, SCALED)
+    costs = results.get("costs", {})                    # {model: parameters, training FLOPs}
+    for model in args.models:
+        s = train.parse_args([*MODELS[model], *args.train])
+        _, total, _, flops = counted(s)
+        costs[model] = [total, flops * s.steps * s.batch_size * s.seq_len]
+    costs = dict(sorted(costs.items(), key=lambda item: (item[0].split("-")[0], item[1])))
+    figure(args.name, 1, draw_scaling, results["runs"], costs)
+    table = scaling_table(results["runs"], costs)
+    finish(args.name, {args.name: table}, results | {"costs": costs})
 
-def costs_of(results):
-    """{model: (parameters, training FLOPs)} of what was trained."""
-    have, costs = {r["model"] for r in results["runs"]}, {}
-    for model in (m for m in MODELS if m in have):
-        s = train.parse_args([*MODELS[model], *results["flags"]])
-        with torch.device("meta"):
-            gpt = train.GPT(s, RECIPES["bf16"], vocabulary(s.data))
-        total, _, flops = train.counts(gpt, s)
-        costs[model] = total, flops * s.steps * s.batch_size * s.seq_len
-    return costs
+def sizes_of(kind, costs):
+    """{model: training FLOPs} of the dense models, or the mixtures, that differ in size alone."""
+    return {model: flops for model, (_, flops) in costs.items()
+            if re.fullmatch(f"{kind}-[^-]+", model)}
 
 def reduction(runs, models):
-    """By what part of itself e2m1's loss error, branched, falls with ufp4, over all pairs of the
-    models: 1 - the ratio of means, and half its 95% interval over seeds (the delta method; models
-    share a seed's batches). None without pairs, or if a run diverged."""
-    pairs = []
+    """By what part of itself e2m1's loss error, branched, falls with ufp4: of each seed 1 - the
+    ratio of sums over the models; mean and interval. None without seeds, or if a run diverged."""
+    better, worse = collections.Counter(), collections.Counter()        # by seed
     for model in models:
-        better, worse = (errors_of(runs, model, recipe) for recipe in ("ufp4", "e2m1"))
-        pairs += [(s, better[s], worse[s]) for s in better.keys() & worse.keys()]
-    rest, total = sum(b for _, b, _ in pairs), sum(w for *_, w in pairs)
-    if not pairs or not math.isfinite(rest + total):
-        return None
-    off = collections.Counter()                         # of each seed; together they are 0
-    for s, b, w in pairs:
-        off[s] += (rest / total * w - b) / total
-    return 1 - rest / total, interval([v * len(off) for v in off.values()])[1]
-
-def change(runs, recipe, log_c):
-    """Of the loss error with log10 C, {model: log10 C}: by least squares through the sizes of each
-    seed that has all of them; mean and interval."""
-    errors = [errors_of(runs, model, recipe) for model in log_c]
-    lines = [statistics.linear_regression([*log_c.values()], [e[seed] for e in errors]).slope
-             for seed in set.intersection(*map(set, errors))]
-    return interval(lines) if lines else None
+        ours, theirs = (errors_of(runs, model, recipe) for recipe in ("ufp4", "e2m1"))
+        better.update({seed: ours[seed] for seed in ours.keys() & theirs.keys()})
+        worse.update({seed: theirs[seed] for seed in ours.keys() & theirs.keys()})
+    parts = [1 - better[seed] / worse[seed] for seed in worse]
+    return interval(parts) if parts and math.isfinite(sum(parts)) else None
 
 def scaling_table(runs, costs):
-    rows = [["size", "parameters", "FLOPs", "`e2m1`, % (seeds)", "`ufp4`, % (seeds)",
+    rows = [["size", "parameters", "FLOPs", *(f"`{recipe}`, % (seeds)" for recipe in SCALED),
              "`ufp4` less `e2m1`", "smaller by, %"]]
     for model, (total, flops) in costs.items():
-        rows.append([model, f"{total:,}", f"{flops:.1e}", cell(runs, model, "e2m1"),
-                     cell(runs, model, "ufp4"), less(runs, model, "ufp4", "e2m1"),
-                     text(reduction(runs, [model]), digits=0)])
-    for kind in SIZES:
-        log_c = {m: math.log10(costs[m][1]) for m in SIZES[kind] if m in costs}
-        if len(log_c) > 2:
-            rows.append([f"{kind}: change for tenfold FLOPs; all sizes", "", "",
-                         *(text(change(runs, recipe, log_c)) for recipe in ("e2m1", "ufp4")), "",
-                         text(reduction(runs, log_c), digits=0)])
-    return rows
+        rows.append([model, f"{total:,}", f"{flops:.1e}",
+                     *(cell(runs, model, recipe) for recipe in SCALED),
+                     less(runs, model, "ufp4", "e2m1"), text(reduction(runs, [model]), digits=0)])
+    for kind in ("dense", "moe"):
+        if found := reduction(runs, sizes_of(kind, costs)):
+            rows.append([f"{kind}, all sizes", *[""] * (len(SCALED) + 3), text(found, digits=0)])
+    return measured(rows)
 
 def draw_scaling(ax, runs, costs):
-    for kind, style in zip(SIZES, ("o-", "o--")):
-        flops = {m: costs[m][1] for m in SIZES[kind] if contrast(runs, m, {"ufp4": 1, "e2m1": 1})}
-        for recipe, color in (("ufp4", "C0"), ("e2m1", "C3")) if flops else ():
-            means, halves = zip(*(contrast(runs, m, {recipe: 100}) for m in flops))
-            ax.errorbar(flops.values(), means, yerr=[half or 0 for half in halves], fmt=style,
-                        ms=3, color=color, capsize=3, label=f"{recipe}, {kind}")
+    looks = itertools.product((("dense", "o-"), ("moe", "o--")), zip(SCALED, ("C3", "C0", "C1")))
+    for (kind, style), (recipe, color) in looks:
+        found = {c: contrast(runs, m, {recipe: 100}) for m, c in sizes_of(kind, costs).items()}
+        found = {c: error for c, error in found.items() if error}
+        if found:
+            means, halves = zip(*found.values())
+            ax.errorbar(found.keys(), means, yerr=[half or 0 for half in halves], fmt=style, ms=3,
+                        color=color, capsize=3, label=f"{recipe}, {kind}")
     ax.set(xscale="log", xlabel="training FLOPs", ylabel="loss error to BF16, %")
     ax.legend(fontsize=7)
 
 # ---- dispatch: what the kernels compile to on GPUs that need not be here ------------------------
-
 def calls():
     """{what: names of the operands, of rows and of columns, for torch.ops.ufp4.quantize}."""
     import kernels
@@ -809,8 +752,8 @@ def lower(kernel, name, arch):
         target=GPUTarget("cuda", int(arch[3:]), 32) if cuda else GPUTarget("hip", arch, 64)).asm
     found = collections.Counter(re.findall(r"(?:tcgen05\.|\bw?g?)mma[._][^ ;]*|v_mfma\S*",
                                            asm["ptx" if cuda else "amdgcn"]))
-    names = " + ".join(name.split(".f32")[0] for name in found)         # less the types
-    result = {"instruction": names, "count": sum(found.values())}
+    result = {"instruction": " + ".join(name.split(".f32")[0] for name in found),  # less the types
+              "count": sum(found.values())}
     if not cuda:
         return result | {"spills": int(re.search(r"vgpr_spill_count:\s*(\d+)", asm["amdgcn"])[1])}
     ops = re.findall(r"\t(?:@!?U?P\w+ )?(?!NOP)([A-Z][\w.]+)", asm["sass"])
@@ -830,9 +773,7 @@ def lowering(*call):
 
 def bench_dispatch(args):
     import kernels
-    recipes = ("ufp4-e4m3", "ufp4-mx", "nvfp4", "mxfp4")
-    archs = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100")
-    def product(recipe, arch):
+    def product(arch, recipe):
         path = kernels.route(RECIPES[recipe], arch)
         if path == "cublas":
             return path
@@ -842,135 +783,122 @@ def bench_dispatch(args):
     def quantizer(name, arch):
         r = lowering("quantize_kernel", name, arch)
         return r.get("error") or f"{r['per_element']:.1f}, {r['spills']}"
-    version, again = f"(Triton {kernels.triton.__version__})", itertools.repeat
-    dispatch = [[f"path: instruction, count {version}", *(f"`{r}`" for r in recipes)]]
-    quantize = [[f"instructions an element, spills {version}", *archs]]
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        for arch in ("sm_90", "sm_100", "sm_120", "gfx950"):
-            dispatch.append([arch, *pool.map(product, recipes, again(arch))])
-        for name in calls():
-            quantize.append([name, *pool.map(quantizer, again(name), archs)])
-    finish("dispatch", {"dispatch": dispatch, "quantize": quantize})
+
+    def table(what, cell, rows, columns):
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            cells = {row: pool.map(cell, itertools.repeat(row), columns) for row in rows}
+        return [[f"{what} (Triton {kernels.triton.__version__})", *columns],
+                *([row, *found] for row, found in cells.items())]
+    finish("dispatch", {
+        "dispatch": table("path: instruction, count", product,
+                          ("sm_90", "sm_100", "sm_120", "gfx950"),
+                          ("ufp4-e4m3", "ufp4-mx", "nvfp4", "mxfp4")),
+        "quantize": table("instructions an element, spills", quantizer, calls(),
+                          ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100"))})
 
 # ---- kernels: speed on a GPU, as ratios to what that GPU can do; tune ---------------------------
-
-def gpu_time(f, alone=True):
-    """Milliseconds of each call of f(): of the GPU `alone`, or with Python's time."""
-    if alone:
-        import triton.testing
-        return triton.testing.do_bench(f, return_mode="all")
-    return interleaved({"": lambda: (f(), torch.cuda.synchronize())}, 30)[""]
-
 def bench_kernels(args):
     import kernels
-    rows, median = [["on a GPU", "target (aim)", torch.cuda.get_device_name()]], statistics.median
+    from triton.testing import do_bench
+    timed, median = functools.partial(do_bench, return_mode="all"), statistics.median
+    rows = [["on a GPU", "target (aim)", torch.cuda.get_device_name()]]
 
-    def row(name, target, f, value, alone=True):
-        """Times f; value(milliseconds) is what is aimed at."""
-        ms = gpu_time(f, alone)
-        rows.append([name, target, f"{value(median(ms)):.2f}; {spread(ms, '{:.3f}')} ms"])
+    def row(name, target, value, ms):
+        rows.append([name, target, f"{value:.2f}; {spread(ms, '{:.3f}')} ms"])
+
+    def against_bf16(name, target, bf16, ours):
+        row(f"{name}, `ufp4` / bf16", target, median(ours) / median(bf16), ours)
 
     def quantize(names, x):
         return torch.ops.ufp4.quantize(x, key, *names)
     on_gpu, key = {"device": "cuda", "dtype": torch.bfloat16}, ufp4.random_key("cuda")
     x, w, y = (torch.randn(8192, 8192, **on_gpu) for _ in range(3))
-    copied = 2 * x.nbytes / median(gpu_time(lambda: y.copy_(x)))            # bytes a millisecond
+    copied = 2 * x.nbytes / median(timed(lambda: y.copy_(x)))            # bytes a millisecond
     targets = "at least 0.75 (0.85)", "at least 0.55 (0.75)", "at least 0.40 (0.55)"
     for (name, names), target in zip(calls().items(), targets):
+        ms = timed(lambda: quantize(names, x))
         moved = x.nbytes + sum(t.nbytes for t in quantize(names, x))
-        row(f"quantize, {name}: share of copy bandwidth", target, lambda: quantize(names, x),
-            lambda ms: moved / ms / copied)
+        row(f"quantize, {name}: share of copy bandwidth", target, moved / median(ms) / copied, ms)
     rotated = calls()["one orientation, nearest"]
     plain = [kernels.operand_name(Quantizer(), "packed"), None]
-    unrotated = median(gpu_time(lambda: quantize(plain, x)))
+    unrotated, ms = median(timed(lambda: quantize(plain, x))), timed(lambda: quantize(rotated, x))
     row("RHT + quantize in one kernel / quantize alone", "at most 1.06 (1.02), the paper's",
-        lambda: quantize(rotated, x), lambda ms: ms / unrotated)
+        median(ms) / unrotated, ms)
     h = (torch.tensor(RECIPES["ufp4"].signs)[:, None] * ufp4.hadamard(16)).to(x)
-    row("RHT, then quantize / quantize alone", "the paper's 1.62",
-        lambda: quantize(plain, (x.view(-1, 16) @ h).view(x.shape)), lambda ms: ms / unrotated)
+    ms = timed(lambda: quantize(plain, (x.view(-1, 16) @ h).view(x.shape)))
+    row("RHT, then quantize / quantize alone", "the paper's 1.62", median(ms) / unrotated, ms)
     a, b = (kernels.Packed(*quantize(rotated, t)[:2], None, rotated[0], x.dtype) for t in (x, w))
-    cublas = median(gpu_time(lambda: torch.mm(x, w.T, out=y)))
+    cublas, ms = median(timed(lambda: torch.mm(x, w.T, out=y))), timed(lambda: kernels.matmul(a, b))
     row("packed GEMM, decoded for cuBLAS: share of cuBLAS bf16", "at least 0.55",
-        lambda: kernels.matmul(a, b), lambda ms: cublas / ms)
-
-    def against_bf16(name, target, bf16, ours, alone=False):
-        base = median(gpu_time(bf16, alone))
-        row(f"{name}, `ufp4` / bf16", target, ours, lambda ms: ms / base, alone)
+        cublas / median(ms), ms)
     v, dy = (torch.randn(8192, 4096, **on_gpu) for _ in range(2))
     v.requires_grad_()
     layers = [ufp4.Linear(4096, 4096, bias=False, **on_gpu, recipe=r) for r in ("bf16", "ufp4")]
     passes = [lambda layer=layer: torch.autograd.grad(layer(v), (v, layer.weight), dy)
               for layer in layers]
-    against_bf16("linear layer, forward + backward", "at most 1.30 (1.15)", *passes)
-    against_bf16("the same, of the GPU's time alone", "", *passes, alone=True)
+    waiting = [lambda f=f: (f(), torch.cuda.synchronize()) for f in passes]
+    against_bf16("linear layer, forward + backward", "at most 1.30 (1.15)",
+                 *interleaved(waiting, 30))
+    against_bf16("the same, of the GPU's time alone", "", *map(timed, passes))
     for name, target, flags in (
             ("`small`", "at most 1.6 (1.3)", "--model small"),
             ("1B parameters", "at most 1.3 (1.15)", "--model small --layers 16 --dim 2048 "
              "--heads 16 --hidden 5632 --seq-len 2048 --batch-size 4")):
         s = train.parse_args(f"{flags} --compile --device cuda --dtype bfloat16".split())
         torch.compiler.reset()          # or this model's sizes would be variables after another's
-        against_bf16(f"training step, {name}, compiled", target,
-                     *(training_step(s, recipe, 50304) for recipe in ("bf16", "ufp4")))
+        steps = [training_step(s, recipe, 50304) for recipe in ("bf16", "ufp4")]
+        against_bf16(f"training step, {name}, compiled", target, *interleaved(steps, 30))
     finish("kernels", {"kernels": rows})
 
 def bench_tune(args):
     """Times calls() in several shapes, of which kernels.SHAPES should have the best."""
     import kernels
+    from triton.testing import do_bench
     x, key = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16), ufp4.random_key("cuda")
     for name, names in calls().items():
         for tile, registers in itertools.product(((32, 128), (64, 64), (64, 128)), (64, 128)):
             kernels.SHAPES = dict.fromkeys(kernels.SHAPES, (tile, {"maxnreg": registers}))
-            ms = gpu_time(lambda: torch.ops.ufp4.quantize(x, key, *names))
+            ms = do_bench(lambda: torch.ops.ufp4.quantize(x, key, *names), return_mode="all")
             print(f"{spread(ms, '{:.3f}')} ms: {name}, {tile}, {registers} registers", flush=True)
 
 # ---- plan: what a run costs, counted, not measured ----------------------------------------------
-
 # Dense peaks in TFLOP/s by path of kernels.route, where another multiplies in BF16; from NVIDIA's
 # data sheets: H200 (half the figures with sparsity), an eighth of HGX B200's.
 PEAKS = {"H200": ("sm_90", {"bf16": 989}),
          "B200": ("sm_100", {"bf16": 2250, "fp8": 4500, "fp4": 9000})}
-
-def activation_bytes(s, recipe):
-    """Bytes a token that the backward pass needs, in BF16 autocast: (of a block, of what follows
-    the blocks). A quantized layer keeps its input in 4 bits; attention qkv, the turned q and k and
-    its output; an MLP gate, up and silu(gate); in float32, a norm two tensors, the router one."""
-    scale_bytes = 4 if recipe.scale is ufp4.fp32 else 1
-    kept = 2 if recipe.fmt is None else 0.5 + scale_bytes / recipe.block
-    mlps = s.top_k + 1                                  # with the shared one; or the only one
-    inputs = 2 * s.dim + mlps * (s.dim + s.hidden)
-    bf16 = 6 * s.dim + 3 * mlps * s.hidden + s.top_k * s.dim            # with what a mixture sums
-    float32 = 5 * s.dim if s.experts else 4 * s.dim
-    return kept * inputs + 2 * bf16 + 4 * float32, (2 + 8) * s.dim + 10 * vocabulary(s.data)
 
 def bench_plan(args):
     """What train.py with the flags args.train would take on args.gpus GPUs."""
     import kernels
     s, gpus = train.parse_args(args.train), args.gpus
     recipe = train.make_recipe(s)
-    with torch.device("meta"):
-        model = train.GPT(s, recipe, vocabulary(s.data))
-    total, active, flops = train.counts(model, s)
+    model, total, active, flops = counted(s, recipe)
     quantized = 6 * sum(m.weight.numel() for m in model.modules()
                         if isinstance(m, ufp4.Linear) and m.recipe.fmt is not None)
     layer = sum(p.numel() for p in model.blocks.parameters()) / s.layers
-    block, ends = activation_bytes(s, recipe)
-    tokens = s.batch_size * s.seq_len // (gpus * s.grad_accum)
-    kept = 4 * s.dim * s.layers + block if s.remat else block * s.layers
     cast = s.layers if recipe.fmt is None else s.keep_bf16      # layers that multiply in BF16
-    sizes = {"weights and gradients, float32": 8 * total / gpus,
-             "state of AdamW, float32": 8 * total / gpus,
+    # Numbers of a token in a block that the backward pass needs: the layers' inputs, in 4 bits if
+    # quantized; in BF16 qkv, the turned q and k, attention's output, of an MLP gate, up and
+    # silu(gate), and what a mixture sums; in float32 the two norms' inputs and outputs
+    mlps = s.top_k + 1                                          # with the shared or only one
+    inputs = 2 * s.dim + mlps * (s.dim + s.hidden)
+    bf16 = 6 * s.dim + 3 * mlps * s.hidden + s.top_k * s.dim
+    kept = 2 if recipe.fmt is None else 0.5 + (4 if recipe.scale is ufp4.fp32 else 1) / recipe.block
+    block = kept * inputs + 2 * bf16 + 4 * 4 * s.dim
+    blocks = 4 * s.dim * s.layers + block if s.remat else block * s.layers
+    tokens = s.batch_size * s.seq_len // (gpus * s.grad_accum)
+    sizes = {"weights, gradients and AdamW's state": 16 * total / gpus,
              # by FSDP: embedding, head and their gradients; two blocks, and the gradient of one
-             "gathered, float32": 4 * (2 * (total - s.layers * layer) + 3 * layer) * (gpus > 1),
+             "gathered": 4 * (2 * (total - s.layers * layer) + 3 * layer) * (gpus > 1),
              "weights cast to BF16": 2 * (model.lm_head.weight.numel()
                                           + layer * (min(1, cast) if s.remat else cast)),
-             f"activations of {tokens} tokens": tokens * (kept + ends)}
-    sizes["together"] = sum(sizes.values())
+             f"activations of {tokens} tokens": tokens * (
+                 blocks + 10 * (s.dim + vocabulary(s.data)))}
     print(f"{s.model}, {train.variant(s)}, {gpus} GPUs: {total / 1e9:.3f}B parameters, "
-          f"{active / 1e9:.3f}B active a token")
-    for name, size in sizes.items():
-        print(f"{name:33}{size / 2**30:10.2f} GiB a GPU")
-    print(f"{flops / 1e9:.3f} GFLOPs a token, {quantized / flops:.0%} of them in quantized layers "
-          "other than experts")
+          f"{active / 1e9:.3f}B active a token, {flops / 1e9:.3f} GFLOPs a token, "
+          f"{quantized / flops:.0%} of them in quantized layers other than experts")
+    for name, size in [*sizes.items(), ("together", sum(sizes.values()))]:
+        print(f"{name:37}{size / 2**30:10.2f} GiB a GPU")
     for gpu, (arch, peaks) in PEAKS.items():
         path = kernels.route(recipe, arch)              # experts' products are in BF16
         seconds = quantized / peaks.get(path, peaks["bf16"]) + (flops - quantized) / peaks["bf16"]
@@ -985,28 +913,26 @@ def main(argv=None):
     p.add_argument("--gpus", type=train.positive, default=1, metavar="N")
     for name in ("bias", "sqnr", "cpu", "dispatch", "kernels", "tune", "readme"):
         commands.add_parser(name)
-    models = {"loss": ["nano"], "ablate": ["nano"],
-              "scaling": [*SIZES["dense"], *SIZES["moe"], *VARIED]}
-    for name in models:
-        p = commands.add_parser(name, allow_abbrev=False)
-        p.add_argument("--models", nargs="+", default=models[name], choices=MODELS)
-        p.add_argument("--seeds", type=train.positive, default=10, metavar="N")
+    studies = {"loss": (["nano"], 10), "ablate": (["nano"], 10), "scaling": ([*SIZES], 5)}
+    for name, (models, seeds) in studies.items():
+        p = commands.add_parser(name, allow_abbrev=False, epilog="More flags are for train.py.")
+        p.add_argument("--models", nargs="+", default=models, choices=MODELS)
+        p.add_argument("--seeds", type=train.positive, default=seeds, metavar="N")
         p.add_argument("--rows", nargs="+", choices=RECIPES, help="some of the table's recipes")
         p.add_argument("--estimators", nargs="+", choices=("scratch", "branched"),
                        default=["branched"], help="whole runs; or the last third of the steps, "
                        "from the BF16 run's checkpoint")
         p.add_argument("--jobs", type=train.positive, metavar="N", help="runs at a time",
                        default=1 if torch.cuda.is_available() else os.cpu_count())
-        p.add_argument("--quick", action="store_true", help="300 steps, 2 seeds")
-        p.set_defaults(runs=HERE / "out" / "bench")
-        p.epilog = "More flags are for train.py."
     args, rest = parser.parse_known_args(argv)
-    if args.command in ("train", *models) and not (train.GPU or train.hardware("cpu")[1]):
+    if args.command in ("train", *studies) and not (train.GPU or train.hardware("cpu")[1]):
         bf16_by_float32()
     if args.command == "train":
         return train.main(rest)
-    args.train = ["--dtype", "bfloat16", *rest] if args.command in models else rest
-    if rest and args.command not in ("plan", *models):
+    args.train = ["--dtype", "bfloat16", *rest] if args.command in studies else rest
+    label = re.sub(r"\W+", "-", " ".join(["", *rest]))       # other flags, other files
+    args.name, args.runs = args.command + label, HERE / "out" / f"bench{label}"
+    if rest and args.command not in ("plan", *studies):
         parser.error(f"unknown arguments: {' '.join(rest)}")
     if args.command in ("kernels", "tune"):
         os.environ["UFP4_BACKEND"] = "triton"           # an error rather than the reference
