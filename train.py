@@ -17,12 +17,10 @@ batch. N processes compute what one does with --grad-accum N, but for noise and 
 """
 import argparse
 import dataclasses
-import datetime
 import json
 import logging
 import math
 import os
-import platform
 import re
 import shutil
 import signal
@@ -30,6 +28,7 @@ import subprocess
 import sys
 import time
 import warnings
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -47,7 +46,6 @@ import ufp4
 from data.prepare import encoding, prepare, read_tokens, vocabulary
 
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # by torchrun
-patient = None                  # a process group that waits for disks and downloads
 
 def all_sum(t):
     """Sums a tensor over the ranks, in place."""
@@ -205,6 +203,7 @@ PRESETS = {name: dict(zip(("layers", "dim", "heads", "hidden", "experts", "top_k
     ("dense-1.5b", 24, 2048, 16, 6016,   0, 0, 4096,  256, 30_000, 4e-4, 2000, "fineweb"),
     ("moe-7.9b",   24, 2400, 25,  320, 128, 8, 4096,  512, 50_000, 3e-4, 2000, "fineweb"),
     ("moe-124b",   30, 4096, 32, 1024, 320, 6, 4096, 2048, 60_000, 2e-4, 2000, "fineweb"))}
+GPU = torch.cuda.is_available()
 
 def at_least(low, kind):
     def number(text):
@@ -217,7 +216,6 @@ def some_of(names):
     return lambda text: {"none": (), "all": names}.get(text, tuple(text.split(",")))
 
 positive, natural, real = at_least(1, int), at_least(0, int), at_least(0, float)
-GPU = torch.cuda.is_available()
 SETTINGS = (
     # name, type or choices, default (None: by model, see PRESETS and parse_args), help
     ("recipe", ufp4.RECIPES, "ufp4", "what is quantized how: see RECIPES in ufp4.py"),
@@ -254,31 +252,30 @@ SETTINGS = (
     ("log_interval", positive, 10, "steps between lines of the log"),
     ("sample", natural, 200, "tokens of text to print at the end"),
 )
+FIELDS = {"fmt": ufp4.FORMATS, "scale": ufp4.SCALES, "block": positive, "rht": some_of(ufp4.GEMMS),
+          "sr": some_of(ufp4.OPERANDS), "tiles": bool, "rht_block": positive}   # of the recipe
+# What --resume may change of a run; and --branch, too
 RESUMABLE = {"out", "device", "steps", "warmup", "eval_interval", "save_interval", "log_interval",
-             "sample", "compile", "branch", "grad_accum", "remat"}      # what --resume may change
-RECIPE = {"recipe", "keep_bf16"}                                    # and --branch, too
-KINDS = {"fmt": ufp4.FORMATS, "scale": ufp4.SCALES, "rht": some_of(ufp4.GEMMS),
-         "sr": some_of(ufp4.OPERANDS), "tiles": bool}       # of a Recipe's fields; others: integers
+             "sample", "compile", "resume", "branch", "grad_accum", "remat"}
+RECIPE = {"recipe", "keep_bf16", "overrides"}
 
 def parse_args(argv=None):
-    """-> a Namespace of SETTINGS, and .overrides, those fields of the recipe that flags change."""
+    """-> a Namespace of SETTINGS, and .overrides, the FIELDS of the recipe that flags change."""
     p = argparse.ArgumentParser(argument_default=argparse.SUPPRESS)
     p.error = lambda message: stop(message, 2)
-    fields = [f.name for f in dataclasses.fields(ufp4.Recipe)
-              if f.init and f.name not in ("name", "sign_seed")]
-    overrides = [(name, KINDS.get(name, positive), None, "the recipe's field") for name in fields]
-    for name, kind, default, text in (*SETTINGS, *overrides):
-        how = dict(type=kind) if callable(kind) else dict(choices=kind)
-        how = dict(action=argparse.BooleanOptionalAction) if kind is bool else how
+    fields = [(name, kind, None, "in place of the recipe's") for name, kind in FIELDS.items()]
+    for name, kind, default, text in (*SETTINGS, *fields):
+        how = {"type": kind} if callable(kind) else {"choices": kind}
+        if kind is bool:
+            how = {"action": argparse.BooleanOptionalAction}
         text += "" if default in (None, False) else f" (default: {default})"
         p.add_argument("--" + name.replace("_", "-"), **how, help=text)
     given = vars(p.parse_args(argv))
-    overrides = {name: given.pop(name) for name in fields if name in given}
+    overrides = {name: given.pop(name) for name in FIELDS if name in given}
     s = {name: default for name, _, default, _ in SETTINGS} | given
-    s |= PRESETS[s["model"]] | given
+    s = argparse.Namespace(**s | PRESETS[s["model"]] | given, overrides=overrides)
     if "warmup" not in given:
-        s["warmup"] = min(s["warmup"], s["steps"] // 5)
-    s = argparse.Namespace(**s, overrides=overrides)
+        s.warmup = min(s.warmup, s.steps // 5)
     try:
         if s.device == "cuda" and WORLD > 1:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -308,11 +305,9 @@ def hardware(device):
     if device.startswith("cuda"):
         bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.cuda.get_device_name(device), bf16
-    path = Path("/proc/cpuinfo")
-    text = path.read_text() if path.exists() else ""
-    name = re.search(r"model name\s*: (.*)", text)
-    bf16 = re.search(r"\b(amx_bf16|avx512_bf16|bf16)\b", text)
-    return name[1] if name else platform.machine(), bf16 is not None
+    cpu = torch.cpu.get_capabilities()
+    bf16 = any(cpu.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+    return cpu.get("cpu_name", cpu["architecture"]), bf16
 
 def variant(s):
     """The recipe's name with its overrides, e.g. ufp4-rht.wgrad-sr.none."""
@@ -369,29 +364,20 @@ def evaluate(model, tokens, s):
     return all_sum(total).item() / len(rows)
 
 @torch.no_grad()
-def report(s, settings, model, val, dataset, val_loss):
-    """The end of a run: its loss, how far that is from a bf16 run's, some text."""
-    print(f"validation loss {val_loss:.4f} nats a token")
-    reference = bf16_loss(Path(s.out), settings)
-    if s.recipe != "bf16" and reference is not None:
-        print(f"BF16-relative loss error {val_loss / reference - 1:+.2%} (bf16: {reference:.4f})")
-    elif s.recipe != "bf16":
-        print("for its loss error, finish a run of --recipe bf16 with the same settings beside it")
-    if not s.sample:
-        return
+def sample(model, prompt, s, vocabulary):
+    """Text: the prompt, and s.sample tokens that continue it. All ranks draw the same."""
     model.eval()
-    torch.manual_seed(s.seed)                           # the ranks must sample the same tokens
-    tokens = torch.from_numpy(val[:32].astype(np.int64))[None].to(s.device)
+    torch.manual_seed(s.seed)
+    tokens = torch.from_numpy(prompt.astype(np.int64))[None].to(s.device)
     for _ in range(s.sample):
         with autocast(s):
             logits = model(tokens[:, -s.seq_len:])[:, -1].float()
         p = torch.softmax(logits / 0.8, -1)             # at temperature 0.8
         tokens = torch.cat((tokens, torch.multinomial(p, 1)), 1)
     try:
-        text = encoding(dataset.encoding).decode(tokens[0].tolist(), errors="replace")
-        print(f"--- sample\n{text}\n---")
-    except OSError as e:                # GPT-2's vocabulary is a download of tiktoken's
-        print(f"no sample, for the vocabulary {dataset.encoding} can't be had: {e}")
+        return encoding(vocabulary).decode(tokens[0].tolist())
+    except OSError as e:                                # tiktoken downloads GPT-2's vocabulary
+        return f"none, for the vocabulary {vocabulary} can't be had: {e}"
 
 # --- Checkpoints and the log
 
@@ -415,7 +401,7 @@ def save(out, step, settings, model, optimizer):
     """Write ckpt-STEP, all ranks together, under another name first; drop the third last."""
     state = {"step": step, "settings": json.dumps(settings), **state_of(model, optimizer)}
     try:
-        dcp.save(state, checkpoint_id=out / "saving", process_group=patient)
+        dcp.save(state, checkpoint_id=out / "saving")
     except dcp.CheckpointException as e:
         stop(f"step {step}: can't write a checkpoint: {next(iter(e.failures.values()))[0]}")
     if RANK == 0:
@@ -427,7 +413,7 @@ def load(path, state):
     """Read into the tensors of a state dict, sharded over any number of ranks, a checkpoint of any
     number. It holds pickles, which can run code: load no checkpoint that you don't trust."""
     try:
-        dcp.load(state, checkpoint_id=path, process_group=patient)
+        dcp.load(state, checkpoint_id=path)
     except dcp.CheckpointException as e:
         reason = next(iter(e.failures.values()))[0]
         before = [p for p in checkpoints(path.parent) if p < path]
@@ -437,31 +423,34 @@ def load(path, state):
 
 def record(s, recipe, dataset):
     """A run's settings as JSON: the flags, the row of its recipe, and which data."""
-    fields = [f.name for f in dataclasses.fields(recipe) if f.init]
-    row = {f"recipe.{name}": getattr(recipe, name) for name in fields}
-    flags = {k: v for k, v in vars(s).items() if k not in ("resume", "overrides")}
+    row = {f"recipe.{f.name}": getattr(recipe, f.name)
+           for f in dataclasses.fields(recipe) if f.init}
     data = f"{dataset.train[0].parent.name}-{len(dataset.train)}"   # a text's has its checksum
-    return json.loads(json.dumps({**flags, **row, "data": data},    # formats, scales: by name
+    return json.loads(json.dumps({**vars(s), **row, "data": data},  # formats, scales: by name
                                  default=lambda v: getattr(v, "name", None) or v.__name__))
 
 def differences(settings, saved, may_differ):
     return [f"{k} is {settings.get(k)!r} now and was {saved.get(k)!r}" for k in settings | saved
             if k.partition(".")[0] not in may_differ and settings.get(k) != saved.get(k)]
 
-def find_start(s, settings):
-    """The checkpoint that --resume or --branch starts from and its step, or (None, 0)."""
+def start(s, settings, model, optimizer):
+    """Give the model its values: random ones, or with --resume or --branch those of a checkpoint
+    of a run with the same settings. Returns how many steps it has done."""
     if not s.resume and not s.branch:
-        return None, 0
+        torch.manual_seed(s.seed)
+        model.init_weights()
+        return 0
     kept = checkpoints(Path(s.out))
     if s.resume and not kept:
         stop(f"--resume: no checkpoint in {s.out}; start without --resume, or name another --out")
     path = kept[-1] if s.resume else Path(s.branch)
-    state = load(path, {"step": 0, "settings": ""})
+    saved = load(path, {"step": 0, "settings": ""})
     may_differ = RESUMABLE if s.resume else RESUMABLE | RECIPE
-    differ = differences(settings, json.loads(state["settings"]), may_differ)
+    differ = differences(settings, json.loads(saved["settings"]), may_differ)
     if differ:
         stop(f"{path} belongs to a run with other settings: {'; '.join(differ)}")
-    return path, state["step"]
+    load(path, state_of(model, optimizer))
+    return saved["step"]
 
 def start_log(s, settings, step):
     """Begin log.jsonl; an earlier run's OUT is renamed. On resuming, cut it back to `step`."""
@@ -474,37 +463,48 @@ def start_log(s, settings, step):
         print(f"{out} held an earlier run; that is now {previous}")
     out.mkdir(parents=True, exist_ok=True)
     lines = [{"settings": settings, "commit": commit(), "torch": torch.__version__,
-              "python": platform.python_version(), "hardware": hardware(s.device)[0],
-              "threads": torch.get_num_threads(), "processes": WORLD}]
-    if log.exists():                                    # a crash may have cut its last line short
-        lines += read_log(log)[1:]
-    part.write_text("".join(json.dumps(r) + "\n" for r in lines if r.get("step", 0) <= step))
+              "hardware": hardware(s.device)[0], "processes": WORLD}]
+    if log.exists():
+        lines += [line for line in read_log(log)[1:] if line["step"] <= step]
+    part.write_text("".join(json.dumps(line) + "\n" for line in lines))
     os.replace(part, log)
 
 def read_log(path):
-    """What each line of a log says, as far as the lines are whole."""
+    """A log's lines, less what a crash has left of one."""
     lines = path.read_text().splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 def commit():
     """The commit of this code, with "-dirty" if it was changed; None if that can't be known."""
-    command = "describe --always --dirty --abbrev=40 --exclude=*".split()
-    git = shutil.which("git")
-    done = git and subprocess.run([git, "-C", Path(__file__).parent, *command], capture_output=True)
-    return done.stdout.decode().strip() or None if git else None
+    done = subprocess.run("git describe --always --dirty --abbrev=40 --exclude='*'", shell=True,
+                          cwd=Path(__file__).parent, capture_output=True, text=True)
+    return done.stdout.strip() or None
 
 def bf16_loss(out, settings):
     """Final validation loss of a finished bf16 run beside OUT with the same settings otherwise, or
     None. One that branched may have begun in 4 bits, and doesn't count."""
+    may_differ = RESUMABLE - {"steps", "warmup"} | RECIPE
     for path in sorted(out.parent.glob("*/log.jsonl")):
         try:
             first, *_, last = read_log(path)
-            other, differ = first["settings"], RESUMABLE - {"steps", "warmup"} | RECIPE
+            other = first["settings"]
             bf16 = other["recipe"] == "bf16" and not other["branch"]
-            if bf16 and last["step"] == other["steps"] and not differences(settings, other, differ):
+            finished = last["step"] == other["steps"]
+            if bf16 and finished and not differences(settings, other, may_differ):
                 return last["val_loss"]
         except (OSError, ValueError, TypeError, KeyError):      # another program's log, or no run
             continue
+
+def report(s, settings, val_loss):
+    """Print the loss, and how far it is from a bf16 run's."""
+    print(f"validation loss {val_loss:.4f} nats a token")
+    if s.recipe == "bf16":
+        return
+    bf16 = bf16_loss(Path(s.out), settings)
+    if bf16 is None:
+        print("for its loss error, finish a run of --recipe bf16 with the same settings beside it")
+    else:
+        print(f"BF16-relative loss error {val_loss / bf16 - 1:+.2%} (bf16: {bf16:.4f})")
 
 # --- Training
 
@@ -557,7 +557,7 @@ def open_data(s):
                 stop(f"{path} has {n} tokens, fewer than a context and its target, "
                      f"{s.seq_len + 1}; give more text or a smaller --seq-len")
     if WORLD > 1:
-        dist.barrier(patient)
+        dist.barrier()
     return prepare(s.data)
 
 def train(s):
@@ -565,17 +565,10 @@ def train(s):
     recipe, out, dataset = make_recipe(s), Path(s.out), open_data(s)
     files, val = [read_tokens(path) for path in dataset.train], read_tokens(dataset.val[0])
     settings = record(s, recipe, dataset)
-    path, first = find_start(s, settings)
     model, optimizer = build(s, recipe, dataset.vocab_size)
-    if path is None:
-        torch.manual_seed(s.seed)
-        model.init_weights()
-    else:
-        load(path, state_of(model, optimizer))
+    first = start(s, settings, model, optimizer)
     if RANK == 0:
         start_log(s, settings, first)
-    if WORLD > 1:
-        dist.barrier(patient)           # drawing large weights takes some ranks long
     moes, peak = [m for m in model.modules() if isinstance(m, MoE)], peak_flops(s)
     total, active, flops = counts(model, s)
     print(f"{s.model}, {total / 1e6:.2f}M parameters, {active / 1e6:.2f}M active a token, recipe "
@@ -625,9 +618,8 @@ def train(s):
         if step % s.log_interval == 0 or val_loss is not None:
             speed, tokens, seconds = tokens / seconds, 0, 0.0
             line = {"step": step, "train_loss": loss, "val_loss": val_loss, "lr": lr,
-                    "grad_norm": norm, "tokens_per_s": round(speed)}
-            line |= {"max_load": max_load} if moes else {}
-            line |= {"mfu": flops * speed / peak} if peak else {}
+                    "grad_norm": norm, "max_load": max_load, "tokens_per_s": round(speed),
+                    "mfu": flops * speed / peak if peak else None}
             if RANK == 0:
                 with open(out / "log.jsonl", "a") as log:
                     log.write(json.dumps(line) + "\n")
@@ -638,12 +630,13 @@ def train(s):
             stop(f"stopped after step {step} and saved; add --resume to the same command", 130)
     for n, handler in handlers.items():
         signal.signal(n, handler)
-    report(s, settings, model, val, dataset, val_loss)
+    report(s, settings, val_loss)
+    if s.sample:
+        print(f"--- sample\n{sample(model, val[:32], s, dataset.encoding)}\n---")
     return val_loss
 
 def main(argv=None):
     """Train. What the user can mend is one sentence and exit code 1; 3 if the loss diverged."""
-    global patient
     if RANK:
         sys.stdout = open(os.devnull, "w")
     sys.stdout.reconfigure(errors="replace")            # a terminal may lack a sample's characters
@@ -651,13 +644,10 @@ def main(argv=None):
     logging.disable()                                   # what DCP logs of errors, stop() says
     try:
         s = parse_args(argv)
-        if WORLD > 1:                   # torchrun ends the others of a rank that is lost; one that
-            # hangs may also be compiling
-            dist.init_process_group(timeout=datetime.timedelta(minutes=10))
-            patient = dist.new_group(backend="gloo", timeout=datetime.timedelta(hours=2))
+        if WORLD > 1:                   # long, for downloads; a lost rank's others torchrun ends
+            dist.init_process_group(timeout=timedelta(hours=2))
         train(s)
         if WORLD > 1:
-            dist.barrier(patient)
             dist.destroy_process_group()
     except (ValueError, OSError) as e:
         if RANK:                                        # something of this rank's own
