@@ -2,33 +2,31 @@
 
     python train.py --recipe bf16                   # the baseline: nano on a CPU, small on a GPU
     python train.py --recipe ufp4                   # prints its loss error to the run before
-    python train.py --recipe ufp4 --rht wgrad --sr none         # an ablation
     python train.py --recipe ufp4 --resume          # goes on after Ctrl-C or a crash
     torchrun --nproc-per-node 8 train.py --model dense-1.5b     # many GPUs, or CPU processes
 
 A recipe (see ufp4.py) governs every linear layer of the blocks. Embedding, LM head, router and
 norms stay in high precision: BF16 autocast where the hardware has BF16, else float32 (--dtype).
-A run writes to OUT: log.jsonl, its settings in the first line and then one line for each logged
-step, and checkpoints ckpt-STEP, of which the last two are kept.
+OUT gets log.jsonl, the settings and then a line for each logged step, and the last two checkpoints.
 
-Under torchrun the model is sharded with FSDP2, which gathers a block's weights to compute it (in
-float32, so that all ranks quantize the same numbers), and each rank multiplies its share of the
-batch. N processes compute what one does with --grad-accum N, but for noise and the order of sums.
+Under torchrun FSDP2 shards the model and gathers a block's weights to compute it, in float32, so
+that all ranks quantize the same numbers. Each multiplies its share of the batch: N processes do
+what one does with --grad-accum N, but for noise and the order of sums.
 """
 import argparse
-import dataclasses
 import json
 import logging
 import math
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 import warnings
-from datetime import timedelta
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -43,13 +41,13 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 import ufp4
-from data.prepare import encoding, prepare, read_tokens, vocabulary
+from data.prepare import check, decode, prepare, read_tokens, vocabulary
 
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # by torchrun
+signals = []                    # Ctrl-C and SIGTERM end a run after its step, and save it
 
 def all_sum(t):
-    """Sums a tensor over the ranks, in place."""
-    if WORLD > 1:
+    if WORLD > 1:                                       # in place, over the ranks
         dist.all_reduce(t)
     return t
 
@@ -80,7 +78,6 @@ class Attention(nn.Module):
 
 class SwiGLU(nn.Module):
     """fc2(silu(gate) * up), gate and up from one GEMM (arXiv 2002.05202)."""
-
     def __init__(self, s, recipe):
         super().__init__()
         self.fc1 = ufp4.Linear(s.dim, 2 * s.hidden, bias=False, recipe=recipe)
@@ -94,7 +91,6 @@ class MoE(nn.Module):
     """Fine-grained experts beside a shared one (DeepSeekMoE, arXiv 2401.06066). Dropless: tokens
     are sorted by expert, and each expert multiplies what it gets. Balanced without an auxiliary
     loss (arXiv 2408.15664), by a bias on each expert's score, used for the choice alone."""
-
     def __init__(self, s, recipe):
         super().__init__()
         self.top_k, self.recipe = s.top_k, recipe
@@ -105,23 +101,18 @@ class MoE(nn.Module):
         self.register_buffer("bias", torch.zeros(s.experts))
         self.register_buffer("load", torch.zeros(s.experts))            # tokens since balance()
 
-    def route(self, x):
-        """x (M, C) -> gates (M, k), the weights of a token's experts; order (M k,), the slots
-        sorted by expert; ends (E,), where each expert's slots end."""
-        with torch.autocast(x.device.type, enabled=False):
-            scores = torch.sigmoid(self.router(x.float()))              # (M, E), float32
-        chosen = (scores + self.bias).topk(self.top_k, -1).indices      # (M, k)
-        gates = scores.gather(-1, chosen)
-        expert, order = chosen.flatten().sort(stable=True)
-        experts = torch.arange(len(self.bias), device=x.device)
-        ends = torch.searchsorted(expert, experts, right=True).to(torch.int32)
-        if self.training:               # --remat counts each token twice: the ratios are the same
-            self.load += torch.diff(ends, prepend=ends.new_zeros(1))
-        return (gates / gates.sum(-1, keepdim=True)).to(x.dtype), order, ends
-
     def forward(self, x):                                               # (B, T, C)
         flat = x.flatten(0, 1)                                          # (M, C)
-        gates, order, ends = self.route(flat)
+        with torch.autocast(x.device.type, enabled=False):
+            scores = torch.sigmoid(self.router(flat.float()))           # (M, E), float32
+        chosen = (scores + self.bias).topk(self.top_k, -1).indices      # (M, k)
+        gates = scores.gather(-1, chosen)                      # weights of a token's experts
+        gates = (gates / gates.sum(-1, keepdim=True)).to(x.dtype)
+        expert, order = chosen.flatten().sort(stable=True)              # (M k), sorted by expert
+        experts = torch.arange(len(self.bias), device=x.device)
+        ends = torch.searchsorted(expert, experts, right=True).to(torch.int32)      # (E)
+        if self.training:               # --remat counts each token twice: the ratios are the same
+            self.load += torch.diff(ends, prepend=ends.new_zeros(1))
         tokens = flat[order // self.top_k]                              # (M k, C)
         gate, up = ufp4.linear(tokens, self.fc1, self.recipe, ends).chunk(2, -1)
         out = ufp4.linear(F.silu(gate) * up, self.fc2, self.recipe, ends)
@@ -129,7 +120,7 @@ class MoE(nn.Module):
         return self.shared(x) + (out * gates.unsqueeze(-1)).sum(1).view(x.shape)
 
     @torch.no_grad()
-    def balance(self, rate):
+    def balance(self, rate=1e-2):
         """Once a step: an expert's bias goes up by `rate` if it got less than its share, else
         down. Clears the counts and returns max load / mean load (1 is perfect balance)."""
         all_sum(self.load)
@@ -144,23 +135,21 @@ class Block(nn.Module):
         self.norm1, self.norm2 = nn.RMSNorm(s.dim), nn.RMSNorm(s.dim)
         self.attn = Attention(s, recipe)
         self.mlp = MoE(s, recipe) if s.experts else SwiGLU(s, recipe)
-        self.remat = s.remat
 
-    def layers(self, x):
+    def forward(self, x):
         x = x + self.attn(self.norm1(x))
         return x + self.mlp(self.norm2(x))
 
-    def forward(self, x):
-        if self.remat and self.training:        # keep x alone; backward draws the same noise again
-            return checkpoint(self.layers, x, use_reentrant=False)
-        return self.layers(x)
-
 class GPT(nn.Module):
     """Pre-norm RMSNorm, RoPE, causal attention, SwiGLU or MoE, no biases, untied head."""
-
     def __init__(self, s, recipe, vocab_size):
         super().__init__()
+        if s.dim % (2 * s.heads):
+            raise ValueError(f"--dim {s.dim} must split into --heads {s.heads} of an even width")
+        if (s.experts or s.top_k) and not 1 <= s.top_k <= s.experts:
+            raise ValueError(f"--top-k {s.top_k} must be from 1 to --experts {s.experts}, or be 0")
         recipes = [recipe] * (s.layers - s.keep_bf16) + [ufp4.RECIPES["bf16"]] * s.keep_bf16
+        self.bf16 = s.dtype == "bfloat16"
         self.embed = nn.Embedding(vocab_size, s.dim)
         self.blocks = nn.ModuleList(Block(s, r) for r in recipes)
         self.norm = nn.RMSNorm(s.dim)
@@ -182,28 +171,16 @@ class GPT(nn.Module):
 
     def forward(self, tokens, targets=None):
         """tokens, targets (B, T) -> logits (B, T, V), or with targets the mean loss in nats."""
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        logits = self.lm_head(self.norm(x))
+        with torch.autocast(tokens.device.type, torch.bfloat16, self.bf16, cache_enabled=False):
+            x = self.embed(tokens)              # no cache: a cast weight is used once
+            for block in self.blocks:
+                x = block(x)
+            logits = self.lm_head(self.norm(x))
         if targets is None:
             return logits
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 # --- Settings: presets, flags
-
-PRESETS = {name: dict(zip(("layers", "dim", "heads", "hidden", "experts", "top_k", "seq_len",
-                           "batch_size", "steps", "lr", "warmup", "data"), row)) for name, *row in (
-    ("nano",        4,  128,  4,  352,   0, 0,  256,    8,    800, 3e-3,   80, "python"),
-    ("nano-moe",    4,  128,  4,   96,  16, 3,  256,    8,    800, 3e-3,   80, "python"),
-    ("small",       8,  512,  8, 1408,   0, 0, 1024,   32,   2000, 1e-3,  200, "python"),
-    ("small-moe",   8,  512,  8,  352,  32, 3, 1024,   32,   2000, 1e-3,  200, "python"),
-    # The paper's three: 1.50B; 7.93B, 1.30B of them active; 123.6B, 5.11B active. The paper gives
-    # the totals; shapes and schedules are ours.
-    ("dense-1.5b", 24, 2048, 16, 6016,   0, 0, 4096,  256, 30_000, 4e-4, 2000, "fineweb"),
-    ("moe-7.9b",   24, 2400, 25,  320, 128, 8, 4096,  512, 50_000, 3e-4, 2000, "fineweb"),
-    ("moe-124b",   30, 4096, 32, 1024, 320, 6, 4096, 2048, 60_000, 2e-4, 2000, "fineweb"))}
-GPU = torch.cuda.is_available()
 
 def at_least(low, kind):
     def number(text):
@@ -213,98 +190,85 @@ def at_least(low, kind):
     return number
 
 def some_of(names):
-    return lambda text: {"none": (), "all": names}.get(text, tuple(text.split(",")))
+    return lambda text: {"none": [], "all": list(names)}.get(text, text.split(","))
 
+flag = argparse.BooleanOptionalAction
 positive, natural, real = at_least(1, int), at_least(0, int), at_least(0, float)
-SETTINGS = (
-    # name, type or choices, default (None: by model, see PRESETS and parse_args), help
+GPU = torch.cuda.is_available()
+# What a preset sets; hidden is the width inside the MLP or each expert, batch_size in sequences
+COLUMNS = {"layers": positive, "dim": positive, "heads": positive, "hidden": positive,
+           "experts": natural, "top_k": natural, "seq_len": positive, "batch_size": positive,
+           "steps": positive, "lr": real, "warmup": natural}
+PRESETS = {name: dict(zip((*COLUMNS, "data"), row)) for name, *row in (
+    ("nano",        4,  128,  4,  352,   0, 0,  256,    8,    800, 3e-3,   80, "python"),
+    ("nano-moe",    4,  128,  4,   96,  16, 3,  256,    8,    800, 3e-3,   80, "python"),
+    ("small",       8,  512,  8, 1408,   0, 0, 1024,   32,   2000, 1e-3,  200, "python"),
+    ("small-moe",   8,  512,  8,  352,  32, 3, 1024,   32,   2000, 1e-3,  200, "python"),
+    # The paper's three, by the totals that it gives; shapes and schedules are ours
+    ("dense-1.5b", 24, 2048, 16, 6016,   0, 0, 4096,  256, 30_000, 4e-4, 2000, "fineweb"),
+    ("moe-7.9b",   24, 2400, 25,  320, 128, 8, 4096,  512, 50_000, 3e-4, 2000, "fineweb"),
+    ("moe-124b",   30, 4096, 32, 1024, 320, 6, 4096, 2048, 60_000, 2e-4, 2000, "fineweb"))}
+FIELDS = {"fmt": ufp4.FORMATS, "scale": ufp4.SCALES, "block": positive, "rht": some_of(ufp4.GEMMS),
+          "sr": some_of(ufp4.OPERANDS), "tiles": flag, "rht_block": positive}      # of the recipe
+SETTINGS = (                    # name, type or choices, default (None: see parse_args), help
     ("recipe", ufp4.RECIPES, "ufp4", "what is quantized how: see RECIPES in ufp4.py"),
-    ("model", PRESETS, "small" if GPU else "nano", "preset: sizes, schedule, data"),
-    ("data", str, None, "python, shakespeare, fineweb, or a text file"),
+    ("model", PRESETS, "small" if GPU else "nano", "preset: sizes, schedule, data (see PRESETS)"),
+    ("data", str, None, "python, shakespeare, fineweb, or a text file (default: the model's)"),
     ("out", str, None, "directory for log and checkpoints (default: out/MODEL-RECIPE-sSEED)"),
-    ("resume", bool, False, "go on from the last checkpoint in OUT"),
+    ("resume", flag, False, "go on from the last checkpoint in OUT"),
     ("branch", str, None, "start from this checkpoint of a run that may differ in its recipe"),
     ("seed", natural, 0, "of weights, batches and stochastic rounding"),
     ("device", str, "cuda" if GPU else "cpu", "cpu, cuda, cuda:1, ..."),
     ("dtype", ("float32", "bfloat16"), None, "of GEMMs (default: bfloat16 if the hardware has it)"),
-    ("compile", bool, False, "torch.compile each block (experts need --dtype bfloat16 for that)"),
+    ("compile", flag, False, "torch.compile each block (experts need --dtype bfloat16 for that)"),
     ("grad_accum", positive, 1, "parts that a rank's share of the batch is computed in"),
-    ("remat", bool, False, "keep a block's input only and compute its activations again (slower)"),
+    ("remat", flag, False, "keep a block's input only and compute its activations again (slower)"),
     ("keep_bf16", natural, 0, "leave this many of the last blocks unquantized"),
-    ("layers", positive, None, "transformer blocks"),
-    ("dim", positive, None, "width of the residual stream"),
-    ("heads", positive, None, "attention heads"),
-    ("hidden", positive, None, "width inside the MLP, or inside each expert"),
-    ("experts", natural, None, "experts a layer; 0: dense"),
-    ("top_k", natural, None, "experts a token goes to"),
-    ("seq_len", positive, None, "context, in tokens"),
-    ("batch_size", positive, None, "sequences a step"),
-    ("steps", positive, None, "optimizer steps"),
-    ("lr", real, None, "peak learning rate"),
-    ("warmup", natural, None, "steps of linear warm-up; the preset's is cut to a fifth of STEPS"),
     ("min_lr", real, 0.1, "final learning rate, as a fraction of the peak; cosine decay"),
     ("weight_decay", real, 0.1, "AdamW, on matrices"),
     ("clip", real, 1.0, "largest gradient norm; 0: no clipping"),
-    ("balance_rate", real, 1e-2, "MoE: what a step adds to, or takes from, an expert's bias"),
     ("eval_interval", positive, 100, "steps between validations"),
     ("eval_windows", positive, 128, "fixed validation windows of SEQ_LEN tokens"),
     ("save_interval", positive, 100, "steps between checkpoints"),
     ("log_interval", positive, 10, "steps between lines of the log"),
     ("sample", natural, 200, "tokens of text to print at the end"),
+    *((name, kind, None, "in place of the model's") for name, kind in COLUMNS.items()),
+    *((name, kind, None, "in place of the recipe's") for name, kind in FIELDS.items()),
 )
-FIELDS = {"fmt": ufp4.FORMATS, "scale": ufp4.SCALES, "block": positive, "rht": some_of(ufp4.GEMMS),
-          "sr": some_of(ufp4.OPERANDS), "tiles": bool, "rht_block": positive}   # of the recipe
-# What --resume may change of a run; and --branch, too
 RESUMABLE = {"out", "device", "steps", "warmup", "eval_interval", "save_interval", "log_interval",
-             "sample", "compile", "resume", "branch", "grad_accum", "remat"}
-RECIPE = {"recipe", "keep_bf16", "overrides"}
+             "sample", "compile", "resume", "branch", "grad_accum", "remat"}    # with --resume
+BRANCHABLE = RESUMABLE | {"recipe", "keep_bf16", "overrides"}       # what may change with --branch
 
 def parse_args(argv=None):
     """-> a Namespace of SETTINGS, and .overrides, the FIELDS of the recipe that flags change."""
     p = argparse.ArgumentParser(argument_default=argparse.SUPPRESS)
     p.error = lambda message: stop(message, 2)
-    fields = [(name, kind, None, "in place of the recipe's") for name, kind in FIELDS.items()]
-    for name, kind, default, text in (*SETTINGS, *fields):
-        how = {"type": kind} if callable(kind) else {"choices": kind}
-        if kind is bool:
-            how = {"action": argparse.BooleanOptionalAction}
+    for name, kind, default, text in SETTINGS:
+        how = "action" if kind is flag else "type" if callable(kind) else "choices"
         text += "" if default in (None, False) else f" (default: {default})"
-        p.add_argument("--" + name.replace("_", "-"), **how, help=text)
+        p.add_argument("--" + name.replace("_", "-"), help=text, **{how: kind})
     given = vars(p.parse_args(argv))
     overrides = {name: given.pop(name) for name in FIELDS if name in given}
-    s = {name: default for name, _, default, _ in SETTINGS} | given
+    s = {name: default for name, _, default, _ in SETTINGS if name not in FIELDS} | given
     s = argparse.Namespace(**s | PRESETS[s["model"]] | given, overrides=overrides)
-    if "warmup" not in given:
-        s.warmup = min(s.warmup, s.steps // 5)
+    s.warmup = given.get("warmup", min(s.warmup, s.steps // 5))     # or a fifth
+    if s.batch_size % (WORLD * s.grad_accum):
+        p.error(f"batch size must be a multiple of {WORLD} processes x --grad-accum {s.grad_accum}")
     try:
         if s.device == "cuda" and WORLD > 1:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.empty(1, device=s.device)
     except (RuntimeError, AssertionError) as e:         # none such, or not in this build of torch
-        if RANK:                                        # perhaps on this rank alone
-            raise
         p.error(f"--device {s.device} can't be used: {str(e).splitlines()[0]}")
     s.dtype = s.dtype or ("bfloat16" if hardware(s.device)[1] else "float32")
     s.out = s.out or f"out/{s.model}-{variant(s)}-s{s.seed}"
-    if s.dim % (2 * s.heads):
-        p.error(f"--dim {s.dim} must split into --heads {s.heads} of an even width")
-    if (s.experts or s.top_k) and not 1 <= s.top_k <= s.experts:
-        p.error(f"--top-k {s.top_k} must be from 1 to --experts {s.experts}; both 0: dense")
-    if s.batch_size % (WORLD * s.grad_accum):
-        p.error(f"--batch-size {s.batch_size} must be a multiple of {WORLD} processes x "
-                f"--grad-accum {s.grad_accum}")
-    try:
-        with torch.device("meta"):
-            GPT(s, make_recipe(s), vocabulary(s.data))
-    except ValueError as e:                             # a recipe that can't be, or sizes for it
-        p.error(str(e))
     return s
 
 def hardware(device):
     """(name of the GPU or CPU, whether it has instructions for BF16)"""
     if device.startswith("cuda"):
-        bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-        return torch.cuda.get_device_name(device), bf16
+        return (torch.cuda.get_device_name(device),
+                torch.cuda.is_bf16_supported(including_emulation=False))
     cpu = torch.cpu.get_capabilities()
     bf16 = any(cpu.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
     return cpu.get("cpu_name", cpu["architecture"]), bf16
@@ -312,7 +276,7 @@ def hardware(device):
 def variant(s):
     """The recipe's name with its overrides, e.g. ufp4-rht.wgrad-sr.none."""
     changed = s.overrides | ({"keep_bf16": s.keep_bf16} if s.keep_bf16 else {})
-    text = {k: "+".join(v) or "none" if isinstance(v, tuple) else v for k, v in changed.items()}
+    text = {k: "+".join(v) or "none" if isinstance(v, list) else v for k, v in changed.items()}
     return "-".join([s.recipe, *(f"{k}.{v}" for k, v in text.items())])
 
 def make_recipe(s):
@@ -320,32 +284,28 @@ def make_recipe(s):
     recipe = ufp4.RECIPES[s.recipe]
     if s.overrides and recipe.fmt is None:
         raise ValueError(f"--{', --'.join(s.overrides)} has no effect on recipe {s.recipe}")
-    return dataclasses.replace(recipe, sign_seed=recipe.sign_seed + s.seed, **s.overrides)
+    return replace(recipe, sign_seed=recipe.sign_seed + s.seed, **s.overrides)
 
 # --- Data. A batch is a pure function of (seed, step), so a checkpoint's step is its place in it
 
-def get_batch(files, s, step, part=0):
-    """(tokens, targets) of one part of this rank's share of the step's batch, each (rows, seq_len)
-    int64: random windows. However many ranks and parts there are, the batch is the same."""
-    sizes = [len(f) - s.seq_len for f in files]                 # windows in each file
-    ends = np.cumsum(sizes)
-    starts = np.random.default_rng((s.seed, step)).integers(0, ends[-1], size=s.batch_size)
-    n = s.batch_size // (WORLD * s.grad_accum)
-    starts = starts[(part * WORLD + RANK) * n:][:n]
-    chosen = np.searchsorted(ends, starts, side="right")
-    return windows([(files[f], i - ends[f] + sizes[f]) for f, i in zip(chosen, starts)], s)
-
-def windows(rows, s):
-    rows = np.stack([tokens[i:i + s.seq_len + 1] for tokens, i in rows]).astype(np.int64)
-    rows = torch.from_numpy(rows).to(s.device)
+def windows(files, starts, s):
+    """(tokens, targets), each (rows, seq_len) int64: windows, numbered through all files."""
+    rows = []
+    for i in starts:
+        for tokens in files:
+            if i < len(tokens) - s.seq_len:
+                break
+            i -= len(tokens) - s.seq_len
+        rows.append(tokens[i:i + s.seq_len + 1])
+    rows = torch.from_numpy(np.stack(rows).astype(np.int64)).to(s.device)
     return rows[:, :-1], rows[:, 1:]
 
-# --- Evaluation
-
-def autocast(s):
-    """BF16 GEMMs if --dtype says so. A cast weight is used once, so none is cached."""
-    return torch.autocast(torch.device(s.device).type, torch.bfloat16,
-                          enabled=s.dtype == "bfloat16", cache_enabled=False)
+def get_batch(files, s, step, part=0):
+    """A part of this rank's share of a step's random windows, which any number of ranks share."""
+    count = sum(len(tokens) - s.seq_len for tokens in files)
+    starts = np.random.default_rng((s.seed, step)).integers(0, count, size=s.batch_size)
+    n = s.batch_size // (WORLD * s.grad_accum)
+    return windows(files, starts[(part * WORLD + RANK) * n:][:n], s)
 
 @torch.no_grad()
 def evaluate(model, tokens, s):
@@ -354,42 +314,39 @@ def evaluate(model, tokens, s):
     model.eval()
     torch.manual_seed(s.seed)
     starts = np.linspace(0, len(tokens) - s.seq_len - 1, s.eval_windows).astype(np.int64)
-    rows, n = [(tokens, i) for i in starts], s.batch_size // (WORLD * s.grad_accum)
+    n = s.batch_size // (WORLD * s.grad_accum)
     total = torch.zeros((), dtype=torch.float64, device=s.device)
-    for first in range(0, len(rows), n * WORLD):
-        part = rows[first + RANK * n:][:n]
-        with autocast(s):
-            total += model(*windows(part or rows[:1], s)) * len(part)
+    for first in range(0, len(starts), n * WORLD):
+        part = starts[first + RANK * n:][:n]
+        total += model(*windows([tokens], part if len(part) else starts[:1], s)) * len(part)
     model.train()
-    return all_sum(total).item() / len(rows)
+    return all_sum(total).item() / len(starts)
 
 @torch.no_grad()
-def sample(model, prompt, s, vocabulary):
+def sample(model, prompt, s, vocab_size):
     """Text: the prompt, and s.sample tokens that continue it. All ranks draw the same."""
     model.eval()
     torch.manual_seed(s.seed)
     tokens = torch.from_numpy(prompt.astype(np.int64))[None].to(s.device)
     for _ in range(s.sample):
-        with autocast(s):
-            logits = model(tokens[:, -s.seq_len:])[:, -1].float()
+        logits = model(tokens[:, -s.seq_len:])[:, -1].float()
         p = torch.softmax(logits / 0.8, -1)             # at temperature 0.8
         tokens = torch.cat((tokens, torch.multinomial(p, 1)), 1)
-    try:
-        return encoding(vocabulary).decode(tokens[0].tolist())
-    except OSError as e:                                # tiktoken downloads GPT-2's vocabulary
-        return f"none, for the vocabulary {vocabulary} can't be had: {e}"
+    return decode(tokens[0].tolist(), vocab_size)
 
 # --- Checkpoints and the log
 
 def stop(message, code=1):
-    """End the run with a sentence; all ranks together, of which rank 0 speaks. The others leave
-    with 0: at another code torchrun would end rank 0, perhaps before it has spoken."""
-    if RANK == 0:
+    """End the run with a sentence. Where all ranks stop, rank 0 speaks, and torchrun then ends the
+    others; one that stops alone is still there after a while, and speaks."""
+    if RANK and not signals:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(10)
+    if RANK == 0 or not signals:
         tqdm.write(f"train.py: {message}", file=sys.stderr)
     if WORLD > 1:                       # at once: a clean exit may wait for a rank that is gone
-        sys.stdout.flush()
-        os._exit(0 if RANK else code)
-    sys.exit(0 if RANK else code)
+        os._exit(code)
+    sys.exit(code)
 
 def checkpoints(out):
     return sorted(p for p in out.glob("ckpt-*") if p.name[5:].isdigit())    # not a user's copy
@@ -400,18 +357,14 @@ def state_of(model, optimizer):
 def save(out, step, settings, model, optimizer):
     """Write ckpt-STEP, all ranks together, under another name first; drop the third last."""
     state = {"step": step, "settings": json.dumps(settings), **state_of(model, optimizer)}
-    try:
-        dcp.save(state, checkpoint_id=out / "saving")
-    except dcp.CheckpointException as e:
-        stop(f"step {step}: can't write a checkpoint: {next(iter(e.failures.values()))[0]}")
+    dcp.save(state, checkpoint_id=out / "saving")
     if RANK == 0:
         (out / "saving").rename(out / f"ckpt-{step:07d}")
         for old in checkpoints(out)[:-2]:
             shutil.rmtree(old)
 
 def load(path, state):
-    """Read into the tensors of a state dict, sharded over any number of ranks, a checkpoint of any
-    number. It holds pickles, which can run code: load no checkpoint that you don't trust."""
+    """Read a checkpoint into a state dict's tensors. (Its pickles can run code: is it trusted?)"""
     try:
         dcp.load(state, checkpoint_id=path)
     except dcp.CheckpointException as e:
@@ -421,17 +374,9 @@ def load(path, state):
         stop(f"{path} is missing, damaged or not a checkpoint of train.py ({reason!r}){hint}")
     return state
 
-def record(s, recipe, dataset):
-    """A run's settings as JSON: the flags, the row of its recipe, and which data."""
-    row = {f"recipe.{f.name}": getattr(recipe, f.name)
-           for f in dataclasses.fields(recipe) if f.init}
-    data = f"{dataset.train[0].parent.name}-{len(dataset.train)}"   # a text's has its checksum
-    return json.loads(json.dumps({**vars(s), **row, "data": data},  # formats, scales: by name
-                                 default=lambda v: getattr(v, "name", None) or v.__name__))
-
 def differences(settings, saved, may_differ):
     return [f"{k} is {settings.get(k)!r} now and was {saved.get(k)!r}" for k in settings | saved
-            if k.partition(".")[0] not in may_differ and settings.get(k) != saved.get(k)]
+            if k not in may_differ and settings.get(k) != saved.get(k)]
 
 def start(s, settings, model, optimizer):
     """Give the model its values: random ones, or with --resume or --branch those of a checkpoint
@@ -445,8 +390,8 @@ def start(s, settings, model, optimizer):
         stop(f"--resume: no checkpoint in {s.out}; start without --resume, or name another --out")
     path = kept[-1] if s.resume else Path(s.branch)
     saved = load(path, {"step": 0, "settings": ""})
-    may_differ = RESUMABLE if s.resume else RESUMABLE | RECIPE
-    differ = differences(settings, json.loads(saved["settings"]), may_differ)
+    differ = differences(settings, json.loads(saved["settings"]),
+                         RESUMABLE if s.resume else BRANCHABLE)
     if differ:
         stop(f"{path} belongs to a run with other settings: {'; '.join(differ)}")
     load(path, state_of(model, optimizer))
@@ -470,9 +415,7 @@ def start_log(s, settings, step):
     os.replace(part, log)
 
 def read_log(path):
-    """A log's lines, less what a crash has left of one."""
-    lines = path.read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    return [json.loads(line) for line in path.open() if line.endswith("\n")]     # the whole ones
 
 def commit():
     """The commit of this code, with "-dirty" if it was changed; None if that can't be known."""
@@ -480,31 +423,18 @@ def commit():
                           cwd=Path(__file__).parent, capture_output=True, text=True)
     return done.stdout.strip() or None
 
-def bf16_loss(out, settings):
-    """Final validation loss of a finished bf16 run beside OUT with the same settings otherwise, or
-    None. One that branched may have begun in 4 bits, and doesn't count."""
-    may_differ = RESUMABLE - {"steps", "warmup"} | RECIPE
-    for path in sorted(out.parent.glob("*/log.jsonl")):
-        try:
+def loss_error(s, settings, val_loss):
+    """A sentence: how far a loss is from that of a finished bf16 run beside OUT with the same
+    settings. (One that branched may have begun in 4 bits, and doesn't count.)"""
+    wanted = settings | {"recipe": "bf16", "overrides": {}, "keep_bf16": 0, "branch": None}
+    may_differ = RESUMABLE - {"steps", "warmup", "branch"}
+    for path in sorted(Path(s.out).parent.glob("*/log.jsonl")):
+        with suppress(OSError, ValueError, TypeError, KeyError):    # another program's, or no run
             first, *_, last = read_log(path)
-            other = first["settings"]
-            bf16 = other["recipe"] == "bf16" and not other["branch"]
-            finished = last["step"] == other["steps"]
-            if bf16 and finished and not differences(settings, other, may_differ):
-                return last["val_loss"]
-        except (OSError, ValueError, TypeError, KeyError):      # another program's log, or no run
-            continue
-
-def report(s, settings, val_loss):
-    """Print the loss, and how far it is from a bf16 run's."""
-    print(f"validation loss {val_loss:.4f} nats a token")
-    if s.recipe == "bf16":
-        return
-    bf16 = bf16_loss(Path(s.out), settings)
-    if bf16 is None:
-        print("for its loss error, finish a run of --recipe bf16 with the same settings beside it")
-    else:
-        print(f"BF16-relative loss error {val_loss / bf16 - 1:+.2%} (bf16: {bf16:.4f})")
+            if last["step"] == s.steps and not differences(wanted, first["settings"], may_differ):
+                bf16 = last["val_loss"]
+                return f"BF16-relative loss error {val_loss / bf16 - 1:+.2%} (bf16: {bf16:.4f})"
+    return "for its loss error, finish a run of --recipe bf16 with the same settings beside it"
 
 # --- Training
 
@@ -512,16 +442,12 @@ def counts(model, s):
     """(parameters, those active for a token, FLOPs a token). A weight that multiplies takes 2 FLOPs
     forward and 4 backward; causal attention 6 T C a layer."""
     total = sum(p.numel() for p in model.parameters())
-    idle = sum((m.fc1.numel() + m.fc2.numel()) * (s.experts - s.top_k) // s.experts
-               for m in model.modules() if isinstance(m, MoE))
+    idle = s.layers * (s.experts - s.top_k) * 3 * s.dim * s.hidden      # others' experts
     flops = 6 * (total - idle - model.embed.weight.numel()) + 6 * s.seq_len * s.dim * s.layers
     return total, total - idle, flops
 
-def peak_flops(s):
-    """Dense BF16 FLOP/s of all GPUs, where NVIDIA's data sheet (of the SXM module) is known."""
-    peaks = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "B300": 2250e12}
-    name = re.search(r"\b(A100|H[12]00|B[23]00)\b", hardware(s.device)[0])
-    return WORLD * peaks[name[1]] if name and s.dtype == "bfloat16" else None
+# Dense BF16 FLOP/s, by NVIDIA's data sheets, of SXM modules
+PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "B300": 2250e12}
 
 def learning_rate(step, s):
     """Linear warm-up, then cosine decay to min_lr * lr at the last step."""
@@ -534,54 +460,42 @@ def build(s, recipe, vocab_size):
     """The model, sharded over the ranks, without values yet, and its optimizer."""
     with torch.device("meta"):
         model = GPT(s, recipe, vocab_size)
-    if s.compile:
-        for block in model.blocks:
+    for block in model.blocks:
+        if s.remat:                     # keep its input alone; backward draws the same noise again
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        if s.compile:
             block.compile()
     if WORLD > 1:
         mesh = dist.device_mesh.init_device_mesh(torch.device(s.device).type, (WORLD,))
         for module in (*model.blocks, model):
             fully_shard(module, mesh=mesh)
     model.to_empty(device=s.device)
-    groups = [{"params": [p for p in model.parameters() if p.dim() > 1],
-               "weight_decay": s.weight_decay},
+    groups = [{"params": [p for p in model.parameters() if p.dim() > 1]},
               {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0}]
-    return model, torch.optim.AdamW(groups, lr=s.lr, betas=(0.9, 0.95), fused=True)
-
-def open_data(s):
-    """The data set. Rank 0 makes, downloads and checks it, while the others wait."""
-    if RANK == 0:
-        dataset = prepare(s.data)
-        for path in dataset.train + dataset.val:
-            n = len(read_tokens(path, dataset.vocab_size))
-            if n <= s.seq_len:
-                stop(f"{path} has {n} tokens, fewer than a context and its target, "
-                     f"{s.seq_len + 1}; give more text or a smaller --seq-len")
-    if WORLD > 1:
-        dist.barrier()
-    return prepare(s.data)
+    return model, torch.optim.AdamW(groups, lr=s.lr, betas=(0.9, 0.95), fused=True,
+                                    weight_decay=s.weight_decay)
 
 def train(s):
     """Run the settings; returns the final validation loss."""
-    recipe, out, dataset = make_recipe(s), Path(s.out), open_data(s)
+    recipe, out = make_recipe(s), Path(s.out)
+    model, optimizer = build(s, recipe, vocabulary(s.data))
+    dataset = prepare(s.data)
     files, val = [read_tokens(path) for path in dataset.train], read_tokens(dataset.val[0])
-    settings = record(s, recipe, dataset)
-    model, optimizer = build(s, recipe, dataset.vocab_size)
+    settings = vars(s) | {"data": f"{dataset.train[0].parent.name}-{len(files)}"}   # has a checksum
     first = start(s, settings, model, optimizer)
     if RANK == 0:
         start_log(s, settings, first)
-    moes, peak = [m for m in model.modules() if isinstance(m, MoE)], peak_flops(s)
+    moes = [m for m in model.modules() if isinstance(m, MoE)]
     total, active, flops = counts(model, s)
+    name = hardware(s.device)[0]
+    peak = WORLD * sum(PEAKS.get(word, 0) for word in name.replace("-", " ").split())
     print(f"{s.model}, {total / 1e6:.2f}M parameters, {active / 1e6:.2f}M active a token, recipe "
-          f"{variant(s)}, {s.dtype} on {WORLD} x {hardware(s.device)[0]}, data {s.data}, steps "
+          f"{variant(s)}, {s.dtype} on {WORLD} x {name}, data {s.data}, steps "
           f"{first} to {s.steps} of {s.batch_size} x {s.seq_len} tokens, to {out}")
     if recipe.fmt and s.device == "cpu":
         print("the first step compiles the quantizer, which takes a minute or two if not cached")
-    signals = []                        # Ctrl-C and SIGTERM stop the run after a step, and save it
-    handlers = {n: signal.signal(n, lambda n, _: signals.append(n))
-                for n in (signal.SIGINT, signal.SIGTERM)}
     val_loss = evaluate(model, val, s) if first >= s.steps else None
-    bar = tqdm(range(first, s.steps), initial=first, total=s.steps, dynamic_ncols=True,
-               disable=RANK > 0)
+    bar = tqdm(range(first, s.steps), initial=first, total=s.steps, disable=RANK > 0)
     tokens, seconds = 0, 0.0            # since the last line of the log
     for step in bar:
         clock = time.perf_counter()
@@ -592,8 +506,7 @@ def train(s):
         torch.manual_seed(int(noise.generate_state(1, np.uint64)[0]))
         loss = 0.0
         for part in range(s.grad_accum):
-            with autocast(s):
-                part_loss = model(*get_batch(files, s, step, part)) / s.grad_accum
+            part_loss = model(*get_batch(files, s, step, part)) / s.grad_accum
             part_loss.backward()                        # FSDP averages over the ranks here
             loss += part_loss.detach()
         norm = nn.utils.clip_grad_norm_(model.parameters(), s.clip or math.inf)
@@ -601,11 +514,11 @@ def train(s):
         sums = torch.tensor((loss.item(), len(signals)), dtype=torch.float64, device=s.device)
         loss, stopping = (all_sum(sums) / WORLD).tolist()
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            stop(f"step {step + 1}: the loss is {loss}, the gradient norm {norm}; stopped before "
-                 f"this update. Last good checkpoint: {(checkpoints(out) or ['none'])[-1]}", 3)
+            stop(f"step {step + 1}: the loss is {loss}, the gradient norm {norm}; the last good "
+                 f"checkpoint: {(checkpoints(out) or ['none'])[-1]}", 3)
         optimizer.step()
         optimizer.zero_grad()
-        max_load = max((m.balance(s.balance_rate).item() for m in moes), default=None)
+        max_load = max((m.balance().item() for m in moes), default=None)
         tokens += s.batch_size * s.seq_len
         seconds += time.perf_counter() - clock
 
@@ -628,31 +541,36 @@ def train(s):
             save(out, step, settings, model, optimizer)
         if stopping and step < s.steps:
             stop(f"stopped after step {step} and saved; add --resume to the same command", 130)
-    for n, handler in handlers.items():
-        signal.signal(n, handler)
-    report(s, settings, val_loss)
+    print(f"validation loss {val_loss:.4f} nats a token")
+    if s.recipe != "bf16":
+        print(loss_error(s, settings, val_loss))
     if s.sample:
-        print(f"--- sample\n{sample(model, val[:32], s, dataset.encoding)}\n---")
+        print(f"--- sample\n{sample(model, val[:32], s, dataset.vocab_size)}\n---")
     return val_loss
 
 def main(argv=None):
     """Train. What the user can mend is one sentence and exit code 1; 3 if the loss diverged."""
     if RANK:
         sys.stdout = open(os.devnull, "w")
-    sys.stdout.reconfigure(errors="replace")            # a terminal may lack a sample's characters
+    sys.stdout.reconfigure(errors="replace", line_buffering=True)   # "?" for what it can't show
     warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP, in a single process
     logging.disable()                                   # what DCP logs of errors, stop() says
     try:
         s = parse_args(argv)
-        if WORLD > 1:                   # long, for downloads; a lost rank's others torchrun ends
-            dist.init_process_group(timeout=timedelta(hours=2))
+        if WORLD > 1:
+            dist.init_process_group()
+        if RANK == 0:
+            check(prepare(s.data), s.seq_len + 1)
+        all_sum(torch.zeros(1))                         # the others wait
+        for n in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(n, lambda n, _: signals.append(n))
         train(s)
         if WORLD > 1:
             dist.destroy_process_group()
     except (ValueError, OSError) as e:
-        if RANK:                                        # something of this rank's own
-            raise
         stop(e)
+    except dcp.CheckpointException as e:
+        stop(f"can't write a checkpoint: {next(iter(e.failures.values()))[0]}")
     except RuntimeError as e:
         if WORLD == 1 or not (isinstance(e, dist.DistError) or "gloo" in str(e)):
             raise
