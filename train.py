@@ -2,34 +2,31 @@
 
     python train.py --recipe bf16                   # the baseline: nano on a CPU, small on a GPU
     python train.py --recipe ufp4                   # prints its loss error to the run before
-    python train.py --recipe ufp4 --rht wgrad --sr none         # an ablation
     python train.py --recipe ufp4 --resume          # goes on after Ctrl-C or a crash
     torchrun --nproc-per-node 8 train.py --model dense-1.5b     # many GPUs, or CPU processes
 
 A recipe (see ufp4.py) governs every linear layer of the blocks. Embedding, LM head, router and
 norms stay in high precision: BF16 autocast where the hardware has BF16, else float32 (--dtype).
-A run writes to OUT: log.jsonl, its settings in the first line and then one line for each logged
-step, and checkpoints ckpt-STEP, of which the last two are kept.
+OUT gets log.jsonl, the settings and then a line for each logged step, and the last two checkpoints.
 
-Under torchrun the model is sharded with FSDP2, which gathers a block's weights to compute it (in
-float32, so that all ranks quantize the same numbers), and each rank multiplies its share of the
-batch. N processes compute what one does with --grad-accum N, but for noise and the order of sums.
+Under torchrun FSDP2 shards the model and gathers a block's weights to compute it, in float32, so
+that all ranks quantize the same numbers. Each multiplies its share of the batch: N processes do
+what one does with --grad-accum N, but for noise and the order of sums.
 """
 import argparse
-import dataclasses
-import datetime
 import json
 import logging
 import math
 import os
-import platform
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 import warnings
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -44,14 +41,13 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 import ufp4
-from data.prepare import encoding, prepare, read_tokens, vocabulary
+from data.prepare import check, decode, prepare, read_tokens, vocabulary
 
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # by torchrun
-patient = None                  # a process group that waits for disks and downloads
+signals = []                    # Ctrl-C and SIGTERM end a run after its step, and save it
 
 def all_sum(t):
-    """Sums a tensor over the ranks, in place."""
-    if WORLD > 1:
+    if WORLD > 1:                                       # in place, over the ranks
         dist.all_reduce(t)
     return t
 
@@ -82,7 +78,6 @@ class Attention(nn.Module):
 
 class SwiGLU(nn.Module):
     """fc2(silu(gate) * up), gate and up from one GEMM (arXiv 2002.05202)."""
-
     def __init__(self, s, recipe):
         super().__init__()
         self.fc1 = ufp4.Linear(s.dim, 2 * s.hidden, bias=False, recipe=recipe)
@@ -96,7 +91,6 @@ class MoE(nn.Module):
     """Fine-grained experts beside a shared one (DeepSeekMoE, arXiv 2401.06066). Dropless: tokens
     are sorted by expert, and each expert multiplies what it gets. Balanced without an auxiliary
     loss (arXiv 2408.15664), by a bias on each expert's score, used for the choice alone."""
-
     def __init__(self, s, recipe):
         super().__init__()
         self.top_k, self.recipe = s.top_k, recipe
@@ -107,31 +101,26 @@ class MoE(nn.Module):
         self.register_buffer("bias", torch.zeros(s.experts))
         self.register_buffer("load", torch.zeros(s.experts))            # tokens since balance()
 
-    def route(self, x):
-        """x (M, C) -> gates (M, k), the weights of a token's experts; order (M k,), the slots
-        sorted by expert; ends (E,), where each expert's slots end."""
-        with torch.autocast(x.device.type, enabled=False):
-            scores = torch.sigmoid(self.router(x.float()))              # (M, E), float32
-        chosen = (scores + self.bias).topk(self.top_k, -1).indices      # (M, k)
-        gates = scores.gather(-1, chosen)
-        expert, order = chosen.flatten().sort(stable=True)
-        experts = torch.arange(len(self.bias), device=x.device)
-        ends = torch.searchsorted(expert, experts, right=True).to(torch.int32)
-        if self.training:               # --remat counts each token twice: the ratios are the same
-            self.load += torch.diff(ends, prepend=ends.new_zeros(1))
-        return (gates / gates.sum(-1, keepdim=True)).to(x.dtype), order, ends
-
     def forward(self, x):                                               # (B, T, C)
         flat = x.flatten(0, 1)                                          # (M, C)
-        gates, order, ends = self.route(flat)
-        tokens = flat[order // self.top_k]                              # (M k, C)
+        with torch.autocast(x.device.type, enabled=False):
+            scores = torch.sigmoid(self.router(flat.float()))           # (M, E), float32
+        chosen = (scores + self.bias).topk(self.top_k, -1).indices      # (M, k)
+        gates = scores.gather(-1, chosen)                      # weights of a token's experts
+        gates = (gates / gates.sum(-1, keepdim=True)).to(x.dtype)
+        expert, order = chosen.flatten().sort(stable=True)              # (M k), sorted by expert
+        experts = torch.arange(len(self.bias), device=x.device)
+        ends = torch.searchsorted(expert, experts, right=True).to(torch.int32)      # (E)
+        if self.training:               # --remat counts each token twice: the ratios are the same
+            self.load += torch.diff(ends, prepend=ends.new_zeros(1))
+        tokens = flat[:, None].expand(-1, self.top_k, -1).flatten(0, 1)[order]      # (M k, C)
         gate, up = ufp4.linear(tokens, self.fc1, self.recipe, ends).chunk(2, -1)
         out = ufp4.linear(F.silu(gate) * up, self.fc2, self.recipe, ends)
         out = out[order.argsort()].unflatten(0, gates.shape)            # (M, k, C), tokens' order
         return self.shared(x) + (out * gates.unsqueeze(-1)).sum(1).view(x.shape)
 
     @torch.no_grad()
-    def balance(self, rate):
+    def balance(self, rate=1e-2):
         """Once a step: an expert's bias goes up by `rate` if it got less than its share, else
         down. Clears the counts and returns max load / mean load (1 is perfect balance)."""
         all_sum(self.load)
@@ -146,23 +135,21 @@ class Block(nn.Module):
         self.norm1, self.norm2 = nn.RMSNorm(s.dim), nn.RMSNorm(s.dim)
         self.attn = Attention(s, recipe)
         self.mlp = MoE(s, recipe) if s.experts else SwiGLU(s, recipe)
-        self.remat = s.remat
 
-    def layers(self, x):
+    def forward(self, x):
         x = x + self.attn(self.norm1(x))
         return x + self.mlp(self.norm2(x))
 
-    def forward(self, x):
-        if self.remat and self.training:        # keep x alone; backward draws the same noise again
-            return checkpoint(self.layers, x, use_reentrant=False)
-        return self.layers(x)
-
 class GPT(nn.Module):
     """Pre-norm RMSNorm, RoPE, causal attention, SwiGLU or MoE, no biases, untied head."""
-
     def __init__(self, s, recipe, vocab_size):
         super().__init__()
+        if s.dim % (2 * s.heads):
+            raise ValueError(f"--dim {s.dim} must split into --heads {s.heads} of an even width")
+        if (s.experts or s.top_k) and not 1 <= s.top_k <= s.experts:
+            raise ValueError(f"--top-k {s.top_k} must be from 1 to --experts {s.experts}, or be 0")
         recipes = [recipe] * (s.layers - s.keep_bf16) + [ufp4.RECIPES["bf16"]] * s.keep_bf16
+        self.bf16 = s.dtype == "bfloat16"
         self.embed = nn.Embedding(vocab_size, s.dim)
         self.blocks = nn.ModuleList(Block(s, r) for r in recipes)
         self.norm = nn.RMSNorm(s.dim)
@@ -184,27 +171,16 @@ class GPT(nn.Module):
 
     def forward(self, tokens, targets=None):
         """tokens, targets (B, T) -> logits (B, T, V), or with targets the mean loss in nats."""
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        logits = self.lm_head(self.norm(x))
+        with torch.autocast(tokens.device.type, torch.bfloat16, self.bf16, cache_enabled=False):
+            x = self.embed(tokens)              # no cache: a cast weight is used once
+            for block in self.blocks:
+                x = block(x)
+            logits = self.lm_head(self.norm(x))
         if targets is None:
             return logits
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 # --- Settings: presets, flags
-
-PRESETS = {name: dict(zip(("layers", "dim", "heads", "hidden", "experts", "top_k", "seq_len",
-                           "batch_size", "steps", "lr", "warmup", "data"), row)) for name, *row in (
-    ("nano",        4,  128,  4,  352,   0, 0,  256,    8,    800, 3e-3,   80, "python"),
-    ("nano-moe",    4,  128,  4,   96,  16, 3,  256,    8,    800, 3e-3,   80, "python"),
-    ("small",       8,  512,  8, 1408,   0, 0, 1024,   32,   2000, 1e-3,  200, "python"),
-    ("small-moe",   8,  512,  8,  352,  32, 3, 1024,   32,   2000, 1e-3,  200, "python"),
-    # The paper's three: 1.50B; 7.93B, 1.30B of them active; 123.6B, 5.11B active. The paper gives
-    # the totals; shapes and schedules are ours.
-    ("dense-1.5b", 24, 2048, 16, 6016,   0, 0, 4096,  256, 30_000, 4e-4, 2000, "fineweb"),
-    ("moe-7.9b",   24, 2400, 25,  320, 128, 8, 4096,  512, 50_000, 3e-4, 2000, "fineweb"),
-    ("moe-124b",   30, 4096, 32, 1024, 320, 6, 4096, 2048, 60_000, 2e-4, 2000, "fineweb"))}
 
 def at_least(low, kind):
     def number(text):
@@ -216,103 +192,86 @@ def at_least(low, kind):
 def some_of(names):
     return lambda text: {"none": (), "all": names}.get(text, tuple(text.split(",")))
 
+flag = argparse.BooleanOptionalAction
 positive, natural, real = at_least(1, int), at_least(0, int), at_least(0, float)
 GPU = torch.cuda.is_available()
-SETTINGS = (
-    # name, type or choices, default (None: by model, see PRESETS and parse_args), help
+# What a preset sets; hidden is the width inside the MLP or each expert, batch_size in sequences
+COLUMNS = {"layers": positive, "dim": positive, "heads": positive, "hidden": positive,
+           "experts": natural, "top_k": natural, "seq_len": positive, "batch_size": positive,
+           "steps": positive, "lr": real, "warmup": natural}
+PRESETS = {name: dict(zip((*COLUMNS, "data"), row)) for name, *row in (
+    ("nano",        4,  128,  4,  352,   0, 0,  256,    8,    800, 3e-3,   80, "python"),
+    ("nano-moe",    4,  128,  4,   96,  16, 3,  256,    8,    800, 3e-3,   80, "python"),
+    ("small",       8,  512,  8, 1408,   0, 0, 1024,   32,   2000, 1e-3,  200, "python"),
+    ("small-moe",   8,  512,  8,  352,  32, 3, 1024,   32,   2000, 1e-3,  200, "python"),
+    # The paper's three, by the totals that it gives; shapes and schedules are ours
+    ("dense-1.5b", 24, 2048, 16, 6016,   0, 0, 4096,  256, 30_000, 4e-4, 2000, "fineweb"),
+    ("moe-7.9b",   24, 2400, 25,  320, 128, 8, 4096,  512, 50_000, 3e-4, 2000, "fineweb"),
+    ("moe-124b",   30, 4096, 32, 1024, 320, 6, 4096, 2048, 60_000, 2e-4, 2000, "fineweb"))}
+FIELDS = {"fmt": ufp4.FORMATS, "scale": ufp4.SCALES, "block": positive, "rht": some_of(ufp4.GEMMS),
+          "sr": some_of(ufp4.OPERANDS), "tiles": flag, "rht_block": positive}      # of the recipe
+SETTINGS = (                    # name, type or choices, default (None: see parse_args), help
     ("recipe", ufp4.RECIPES, "ufp4", "what is quantized how: see RECIPES in ufp4.py"),
-    ("model", PRESETS, "small" if GPU else "nano", "preset: sizes, schedule, data"),
-    ("data", str, None, "python, shakespeare, fineweb, or a text file"),
+    ("model", PRESETS, "small" if GPU else "nano", "preset: sizes, schedule, data (see PRESETS)"),
+    ("data", str, None, "python, shakespeare, fineweb, or a text file (default: the model's)"),
     ("out", str, None, "directory for log and checkpoints (default: out/MODEL-RECIPE-sSEED)"),
-    ("resume", bool, False, "go on from the last checkpoint in OUT"),
+    ("resume", flag, False, "go on from the last checkpoint in OUT"),
     ("branch", str, None, "start from this checkpoint of a run that may differ in its recipe"),
     ("seed", natural, 0, "of weights, batches and stochastic rounding"),
     ("device", str, "cuda" if GPU else "cpu", "cpu, cuda, cuda:1, ..."),
     ("dtype", ("float32", "bfloat16"), None, "of GEMMs (default: bfloat16 if the hardware has it)"),
-    ("compile", bool, False, "torch.compile each block (experts need --dtype bfloat16 for that)"),
+    ("compile", flag, False, "torch.compile each block (experts need --dtype bfloat16 for that)"),
     ("grad_accum", positive, 1, "parts that a rank's share of the batch is computed in"),
-    ("remat", bool, False, "keep a block's input only and compute its activations again (slower)"),
+    ("remat", flag, False, "keep a block's input only and compute its activations again (slower)"),
     ("keep_bf16", natural, 0, "leave this many of the last blocks unquantized"),
-    ("layers", positive, None, "transformer blocks"),
-    ("dim", positive, None, "width of the residual stream"),
-    ("heads", positive, None, "attention heads"),
-    ("hidden", positive, None, "width inside the MLP, or inside each expert"),
-    ("experts", natural, None, "experts a layer; 0: dense"),
-    ("top_k", natural, None, "experts a token goes to"),
-    ("seq_len", positive, None, "context, in tokens"),
-    ("batch_size", positive, None, "sequences a step"),
-    ("steps", positive, None, "optimizer steps"),
-    ("lr", real, None, "peak learning rate"),
-    ("warmup", natural, None, "steps of linear warm-up; the preset's is cut to a fifth of STEPS"),
     ("min_lr", real, 0.1, "final learning rate, as a fraction of the peak; cosine decay"),
     ("weight_decay", real, 0.1, "AdamW, on matrices"),
     ("clip", real, 1.0, "largest gradient norm; 0: no clipping"),
-    ("balance_rate", real, 1e-2, "MoE: what a step adds to, or takes from, an expert's bias"),
     ("eval_interval", positive, 100, "steps between validations"),
     ("eval_windows", positive, 128, "fixed validation windows of SEQ_LEN tokens"),
     ("save_interval", positive, 100, "steps between checkpoints"),
     ("log_interval", positive, 10, "steps between lines of the log"),
     ("sample", natural, 200, "tokens of text to print at the end"),
+    *((name, kind, None, "in place of the model's") for name, kind in COLUMNS.items()),
+    *((name, kind, None, "in place of the recipe's") for name, kind in FIELDS.items()),
 )
 RESUMABLE = {"out", "device", "steps", "warmup", "eval_interval", "save_interval", "log_interval",
-             "sample", "compile", "branch", "grad_accum", "remat"}      # what --resume may change
-RECIPE = {"recipe", "keep_bf16"}                                    # and --branch, too
-KINDS = {"fmt": ufp4.FORMATS, "scale": ufp4.SCALES, "rht": some_of(ufp4.GEMMS),
-         "sr": some_of(ufp4.OPERANDS), "tiles": bool}       # of a Recipe's fields; others: integers
+             "sample", "compile", "resume", "branch", "grad_accum", "remat"}    # with --resume
+BRANCHABLE = RESUMABLE | {"recipe", "keep_bf16", "overrides"}       # what may change with --branch
 
 def parse_args(argv=None):
-    """-> a Namespace of SETTINGS, and .overrides, those fields of the recipe that flags change."""
+    """-> a Namespace of SETTINGS, and .overrides, the FIELDS of the recipe that flags change."""
     p = argparse.ArgumentParser(argument_default=argparse.SUPPRESS)
     p.error = lambda message: stop(message, 2)
-    fields = [f.name for f in dataclasses.fields(ufp4.Recipe)
-              if f.init and f.name not in ("name", "sign_seed")]
-    overrides = [(name, KINDS.get(name, positive), None, "the recipe's field") for name in fields]
-    for name, kind, default, text in (*SETTINGS, *overrides):
-        how = dict(type=kind) if callable(kind) else dict(choices=kind)
-        how = dict(action=argparse.BooleanOptionalAction) if kind is bool else how
+    for name, kind, default, text in SETTINGS:
+        how = "action" if kind is flag else "type" if callable(kind) else "choices"
         text += "" if default in (None, False) else f" (default: {default})"
-        p.add_argument("--" + name.replace("_", "-"), **how, help=text)
+        p.add_argument("--" + name.replace("_", "-"), help=text, **{how: kind})
     given = vars(p.parse_args(argv))
-    overrides = {name: given.pop(name) for name in fields if name in given}
-    s = {name: default for name, _, default, _ in SETTINGS} | given
-    s |= PRESETS[s["model"]] | given
-    if "warmup" not in given:
-        s["warmup"] = min(s["warmup"], s["steps"] // 5)
-    s = argparse.Namespace(**s, overrides=overrides)
+    overrides = {name: given.pop(name) for name in FIELDS if name in given}
+    s = {name: default for name, _, default, _ in SETTINGS if name not in FIELDS} | given
+    s = argparse.Namespace(**s | PRESETS[s["model"]] | given, overrides=overrides)
+    s.warmup = given.get("warmup", min(s.warmup, s.steps // 5))     # or a fifth
+    if s.batch_size % (WORLD * s.grad_accum):
+        p.error(f"batch size must be a multiple of {WORLD} processes x --grad-accum {s.grad_accum}")
     try:
         if s.device == "cuda" and WORLD > 1:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.empty(1, device=s.device)
     except (RuntimeError, AssertionError) as e:         # none such, or not in this build of torch
-        if RANK:                                        # perhaps on this rank alone
-            raise
         p.error(f"--device {s.device} can't be used: {str(e).splitlines()[0]}")
     s.dtype = s.dtype or ("bfloat16" if hardware(s.device)[1] else "float32")
     s.out = s.out or f"out/{s.model}-{variant(s)}-s{s.seed}"
-    if s.dim % (2 * s.heads):
-        p.error(f"--dim {s.dim} must split into --heads {s.heads} of an even width")
-    if (s.experts or s.top_k) and not 1 <= s.top_k <= s.experts:
-        p.error(f"--top-k {s.top_k} must be from 1 to --experts {s.experts}; both 0: dense")
-    if s.batch_size % (WORLD * s.grad_accum):
-        p.error(f"--batch-size {s.batch_size} must be a multiple of {WORLD} processes x "
-                f"--grad-accum {s.grad_accum}")
-    try:
-        with torch.device("meta"):
-            GPT(s, make_recipe(s), vocabulary(s.data))
-    except ValueError as e:                             # a recipe that can't be, or sizes for it
-        p.error(str(e))
     return s
 
 def hardware(device):
     """(name of the GPU or CPU, whether it has instructions for BF16)"""
     if device.startswith("cuda"):
-        bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-        return torch.cuda.get_device_name(device), bf16
-    path = Path("/proc/cpuinfo")
-    text = path.read_text() if path.exists() else ""
-    name = re.search(r"model name\s*: (.*)", text)
-    bf16 = re.search(r"\b(amx_bf16|avx512_bf16|bf16)\b", text)
-    return name[1] if name else platform.machine(), bf16 is not None
+        return (torch.cuda.get_device_name(device),
+                torch.cuda.is_bf16_supported(including_emulation=False))
+    cpu = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    bf16 = any(cpu.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+    return cpu.get("cpu_name", cpu.get("architecture", "a CPU")), bf16
 
 def variant(s):
     """The recipe's name with its overrides, e.g. ufp4-rht.wgrad-sr.none."""
@@ -325,32 +284,28 @@ def make_recipe(s):
     recipe = ufp4.RECIPES[s.recipe]
     if s.overrides and recipe.fmt is None:
         raise ValueError(f"--{', --'.join(s.overrides)} has no effect on recipe {s.recipe}")
-    return dataclasses.replace(recipe, sign_seed=recipe.sign_seed + s.seed, **s.overrides)
+    return replace(recipe, sign_seed=recipe.sign_seed + s.seed, **s.overrides)
 
 # --- Data. A batch is a pure function of (seed, step), so a checkpoint's step is its place in it
 
-def get_batch(files, s, step, part=0):
-    """(tokens, targets) of one part of this rank's share of the step's batch, each (rows, seq_len)
-    int64: random windows. However many ranks and parts there are, the batch is the same."""
-    sizes = [len(f) - s.seq_len for f in files]                 # windows in each file
-    ends = np.cumsum(sizes)
-    starts = np.random.default_rng((s.seed, step)).integers(0, ends[-1], size=s.batch_size)
-    n = s.batch_size // (WORLD * s.grad_accum)
-    starts = starts[(part * WORLD + RANK) * n:][:n]
-    chosen = np.searchsorted(ends, starts, side="right")
-    return windows([(files[f], i - ends[f] + sizes[f]) for f, i in zip(chosen, starts)], s)
-
-def windows(rows, s):
-    rows = np.stack([tokens[i:i + s.seq_len + 1] for tokens, i in rows]).astype(np.int64)
-    rows = torch.from_numpy(rows).to(s.device)
+def windows(files, starts, s):
+    """(tokens, targets), each (rows, seq_len) int64: windows, numbered through all files."""
+    rows = []
+    for i in starts:
+        for tokens in files:
+            if i < len(tokens) - s.seq_len:
+                break
+            i -= len(tokens) - s.seq_len
+        rows.append(tokens[i:i + s.seq_len + 1])
+    rows = torch.from_numpy(np.stack(rows).astype(np.int64)).to(s.device)
     return rows[:, :-1], rows[:, 1:]
 
-# --- Evaluation
-
-def autocast(s):
-    """BF16 GEMMs if --dtype says so. A cast weight is used once, so none is cached."""
-    return torch.autocast(torch.device(s.device).type, torch.bfloat16,
-                          enabled=s.dtype == "bfloat16", cache_enabled=False)
+def get_batch(files, s, step, part=0):
+    """A part of this rank's share of a step's random windows, which any number of ranks share."""
+    count = sum(len(tokens) - s.seq_len for tokens in files)
+    starts = np.random.default_rng((s.seed, step)).integers(0, count, size=s.batch_size)
+    n = s.batch_size // (WORLD * s.grad_accum)
+    return windows(files, starts[(part * WORLD + RANK) * n:][:n], s)
 
 @torch.no_grad()
 def evaluate(model, tokens, s):
@@ -359,51 +314,39 @@ def evaluate(model, tokens, s):
     model.eval()
     torch.manual_seed(s.seed)
     starts = np.linspace(0, len(tokens) - s.seq_len - 1, s.eval_windows).astype(np.int64)
-    rows, n = [(tokens, i) for i in starts], s.batch_size // (WORLD * s.grad_accum)
+    n = s.batch_size // (WORLD * s.grad_accum)
     total = torch.zeros((), dtype=torch.float64, device=s.device)
-    for first in range(0, len(rows), n * WORLD):
-        part = rows[first + RANK * n:][:n]
-        with autocast(s):
-            total += model(*windows(part or rows[:1], s)) * len(part)
+    for first in range(0, len(starts), n * WORLD):
+        part = starts[first + RANK * n:][:n]
+        total += model(*windows([tokens], part if len(part) else starts[:1], s)) * len(part)
     model.train()
-    return all_sum(total).item() / len(rows)
+    return all_sum(total).item() / len(starts)
 
 @torch.no_grad()
-def report(s, settings, model, val, dataset, val_loss):
-    """The end of a run: its loss, how far that is from a bf16 run's, some text."""
-    print(f"validation loss {val_loss:.4f} nats a token")
-    reference = bf16_loss(Path(s.out), settings)
-    if s.recipe != "bf16" and reference is not None:
-        print(f"BF16-relative loss error {val_loss / reference - 1:+.2%} (bf16: {reference:.4f})")
-    elif s.recipe != "bf16":
-        print("for its loss error, finish a run of --recipe bf16 with the same settings beside it")
-    if not s.sample:
-        return
+def sample(model, prompt, s, vocab_size):
+    """Text: the prompt, and s.sample tokens that continue it. All ranks draw the same."""
     model.eval()
-    torch.manual_seed(s.seed)                           # the ranks must sample the same tokens
-    tokens = torch.from_numpy(val[:32].astype(np.int64))[None].to(s.device)
+    torch.manual_seed(s.seed)
+    tokens = torch.from_numpy(prompt.astype(np.int64))[None].to(s.device)
     for _ in range(s.sample):
-        with autocast(s):
-            logits = model(tokens[:, -s.seq_len:])[:, -1].float()
+        logits = model(tokens[:, -s.seq_len:])[:, -1].float()
         p = torch.softmax(logits / 0.8, -1)             # at temperature 0.8
         tokens = torch.cat((tokens, torch.multinomial(p, 1)), 1)
-    try:
-        text = encoding(dataset.encoding).decode(tokens[0].tolist(), errors="replace")
-        print(f"--- sample\n{text}\n---")
-    except OSError as e:                # GPT-2's vocabulary is a download of tiktoken's
-        print(f"no sample, for the vocabulary {dataset.encoding} can't be had: {e}")
+    return decode(tokens[0].tolist(), vocab_size)
 
 # --- Checkpoints and the log
 
 def stop(message, code=1):
-    """End the run with a sentence; all ranks together, of which rank 0 speaks. The others leave
-    with 0: at another code torchrun would end rank 0, perhaps before it has spoken."""
-    if RANK == 0:
+    """End the run with a sentence. Where all ranks stop, rank 0 speaks, and torchrun then ends the
+    others; one that stops alone is still there after a while, and speaks."""
+    if RANK and not signals:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(10)
+    if RANK == 0 or not signals:
         tqdm.write(f"train.py: {message}", file=sys.stderr)
     if WORLD > 1:                       # at once: a clean exit may wait for a rank that is gone
-        sys.stdout.flush()
-        os._exit(0 if RANK else code)
-    sys.exit(0 if RANK else code)
+        os._exit(code)
+    sys.exit(code)
 
 def checkpoints(out):
     return sorted(p for p in out.glob("ckpt-*") if p.name[5:].isdigit())    # not a user's copy
@@ -414,20 +357,16 @@ def state_of(model, optimizer):
 def save(out, step, settings, model, optimizer):
     """Write ckpt-STEP, all ranks together, under another name first; drop the third last."""
     state = {"step": step, "settings": json.dumps(settings), **state_of(model, optimizer)}
-    try:
-        dcp.save(state, checkpoint_id=out / "saving", process_group=patient)
-    except dcp.CheckpointException as e:
-        stop(f"step {step}: can't write a checkpoint: {next(iter(e.failures.values()))[0]}")
+    dcp.save(state, checkpoint_id=out / "saving")
     if RANK == 0:
         (out / "saving").rename(out / f"ckpt-{step:07d}")
         for old in checkpoints(out)[:-2]:
             shutil.rmtree(old)
 
 def load(path, state):
-    """Read into the tensors of a state dict, sharded over any number of ranks, a checkpoint of any
-    number. It holds pickles, which can run code: load no checkpoint that you don't trust."""
+    """Read a checkpoint into a state dict's tensors. (Its pickles can run code: is it trusted?)"""
     try:
-        dcp.load(state, checkpoint_id=path, process_group=patient)
+        dcp.load(state, checkpoint_id=path)
     except dcp.CheckpointException as e:
         reason = next(iter(e.failures.values()))[0]
         before = [p for p in checkpoints(path.parent) if p < path]
@@ -435,33 +374,28 @@ def load(path, state):
         stop(f"{path} is missing, damaged or not a checkpoint of train.py ({reason!r}){hint}")
     return state
 
-def record(s, recipe, dataset):
-    """A run's settings as JSON: the flags, the row of its recipe, and which data."""
-    fields = [f.name for f in dataclasses.fields(recipe) if f.init]
-    row = {f"recipe.{name}": getattr(recipe, name) for name in fields}
-    flags = {k: v for k, v in vars(s).items() if k not in ("resume", "overrides")}
-    data = f"{dataset.train[0].parent.name}-{len(dataset.train)}"   # a text's has its checksum
-    return json.loads(json.dumps({**flags, **row, "data": data},    # formats, scales: by name
-                                 default=lambda v: getattr(v, "name", None) or v.__name__))
-
 def differences(settings, saved, may_differ):
     return [f"{k} is {settings.get(k)!r} now and was {saved.get(k)!r}" for k in settings | saved
-            if k.partition(".")[0] not in may_differ and settings.get(k) != saved.get(k)]
+            if k not in may_differ and json.dumps(settings.get(k)) != json.dumps(saved.get(k))]
 
-def find_start(s, settings):
-    """The checkpoint that --resume or --branch starts from and its step, or (None, 0)."""
+def start(s, settings, model, optimizer):
+    """Give the model its values: random ones, or with --resume or --branch those of a checkpoint
+    of a run with the same settings. Returns how many steps it has done."""
     if not s.resume and not s.branch:
-        return None, 0
+        torch.manual_seed(s.seed)
+        model.init_weights()
+        return 0
     kept = checkpoints(Path(s.out))
     if s.resume and not kept:
         stop(f"--resume: no checkpoint in {s.out}; start without --resume, or name another --out")
     path = kept[-1] if s.resume else Path(s.branch)
-    state = load(path, {"step": 0, "settings": ""})
-    may_differ = RESUMABLE if s.resume else RESUMABLE | RECIPE
-    differ = differences(settings, json.loads(state["settings"]), may_differ)
+    saved = load(path, {"step": 0, "settings": ""})
+    differ = differences(settings, json.loads(saved["settings"]),
+                         RESUMABLE if s.resume else BRANCHABLE)
     if differ:
         stop(f"{path} belongs to a run with other settings: {'; '.join(differ)}")
-    return path, state["step"]
+    load(path, state_of(model, optimizer))
+    return saved["step"]
 
 def start_log(s, settings, step):
     """Begin log.jsonl; an earlier run's OUT is renamed. On resuming, cut it back to `step`."""
@@ -474,37 +408,33 @@ def start_log(s, settings, step):
         print(f"{out} held an earlier run; that is now {previous}")
     out.mkdir(parents=True, exist_ok=True)
     lines = [{"settings": settings, "commit": commit(), "torch": torch.__version__,
-              "python": platform.python_version(), "hardware": hardware(s.device)[0],
-              "threads": torch.get_num_threads(), "processes": WORLD}]
-    if log.exists():                                    # a crash may have cut its last line short
-        lines += read_log(log)[1:]
-    part.write_text("".join(json.dumps(r) + "\n" for r in lines if r.get("step", 0) <= step))
+              "hardware": hardware(s.device)[0], "processes": WORLD}]
+    if log.exists():
+        lines += [line for line in read_log(log)[1:] if line["step"] <= step]
+    part.write_text("".join(json.dumps(line) + "\n" for line in lines))
     os.replace(part, log)
 
 def read_log(path):
-    """What each line of a log says, as far as the lines are whole."""
-    lines = path.read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    return [json.loads(line) for line in path.open() if line.endswith("\n")]     # the whole ones
 
 def commit():
     """The commit of this code, with "-dirty" if it was changed; None if that can't be known."""
-    command = "describe --always --dirty --abbrev=40 --exclude=*".split()
-    git = shutil.which("git")
-    done = git and subprocess.run([git, "-C", Path(__file__).parent, *command], capture_output=True)
-    return done.stdout.decode().strip() or None if git else None
+    done = subprocess.run("git describe --always --dirty --abbrev=40 --exclude='*'", shell=True,
+                          cwd=Path(__file__).parent, capture_output=True, text=True)
+    return done.stdout.strip() or None
 
-def bf16_loss(out, settings):
-    """Final validation loss of a finished bf16 run beside OUT with the same settings otherwise, or
-    None. One that branched may have begun in 4 bits, and doesn't count."""
-    for path in sorted(out.parent.glob("*/log.jsonl")):
-        try:
+def loss_error(s, settings, val_loss):
+    """A sentence: how far a loss is from that of a finished bf16 run beside OUT with the same
+    settings. (One that branched may have begun in 4 bits, and doesn't count.)"""
+    wanted = settings | {"recipe": "bf16", "overrides": {}, "keep_bf16": 0, "branch": None}
+    may_differ = RESUMABLE - {"steps", "warmup", "branch"}
+    for path in sorted(Path(s.out).parent.glob("*/log.jsonl")):
+        with suppress(OSError, ValueError, TypeError, KeyError):    # another program's, or no run
             first, *_, last = read_log(path)
-            other, differ = first["settings"], RESUMABLE - {"steps", "warmup"} | RECIPE
-            bf16 = other["recipe"] == "bf16" and not other["branch"]
-            if bf16 and last["step"] == other["steps"] and not differences(settings, other, differ):
-                return last["val_loss"]
-        except (OSError, ValueError, TypeError, KeyError):      # another program's log, or no run
-            continue
+            if last["step"] == s.steps and not differences(wanted, first["settings"], may_differ):
+                bf16 = last["val_loss"]
+                return f"BF16-relative loss error {val_loss / bf16 - 1:+.2%} (bf16: {bf16:.4f})"
+    return "for its loss error, finish a run of --recipe bf16 with the same settings beside it"
 
 # --- Training
 
@@ -512,16 +442,12 @@ def counts(model, s):
     """(parameters, those active for a token, FLOPs a token). A weight that multiplies takes 2 FLOPs
     forward and 4 backward; causal attention 6 T C a layer."""
     total = sum(p.numel() for p in model.parameters())
-    idle = sum((m.fc1.numel() + m.fc2.numel()) * (s.experts - s.top_k) // s.experts
-               for m in model.modules() if isinstance(m, MoE))
+    idle = s.layers * (s.experts - s.top_k) * 3 * s.dim * s.hidden      # others' experts
     flops = 6 * (total - idle - model.embed.weight.numel()) + 6 * s.seq_len * s.dim * s.layers
     return total, total - idle, flops
 
-def peak_flops(s):
-    """Dense BF16 FLOP/s of all GPUs, where NVIDIA's data sheet (of the SXM module) is known."""
-    peaks = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "B300": 2250e12}
-    name = re.search(r"\b(A100|H[12]00|B[23]00)\b", hardware(s.device)[0])
-    return WORLD * peaks[name[1]] if name and s.dtype == "bfloat16" else None
+# Dense BF16 FLOP/s, by NVIDIA's data sheets, of SXM modules
+PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "B300": 2250e12}
 
 def learning_rate(step, s):
     """Linear warm-up, then cosine decay to min_lr * lr at the last step."""
@@ -534,61 +460,42 @@ def build(s, recipe, vocab_size):
     """The model, sharded over the ranks, without values yet, and its optimizer."""
     with torch.device("meta"):
         model = GPT(s, recipe, vocab_size)
-    if s.compile:
-        for block in model.blocks:
+    for block in model.blocks:
+        if s.remat:                     # keep its input alone; backward draws the same noise again
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        if s.compile:
             block.compile()
     if WORLD > 1:
         mesh = dist.device_mesh.init_device_mesh(torch.device(s.device).type, (WORLD,))
         for module in (*model.blocks, model):
             fully_shard(module, mesh=mesh)
     model.to_empty(device=s.device)
-    groups = [{"params": [p for p in model.parameters() if p.dim() > 1],
-               "weight_decay": s.weight_decay},
+    groups = [{"params": [p for p in model.parameters() if p.dim() > 1]},
               {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0}]
-    return model, torch.optim.AdamW(groups, lr=s.lr, betas=(0.9, 0.95), fused=True)
-
-def open_data(s):
-    """The data set. Rank 0 makes, downloads and checks it, while the others wait."""
-    if RANK == 0:
-        dataset = prepare(s.data)
-        for path in dataset.train + dataset.val:
-            n = len(read_tokens(path, dataset.vocab_size))
-            if n <= s.seq_len:
-                stop(f"{path} has {n} tokens, fewer than a context and its target, "
-                     f"{s.seq_len + 1}; give more text or a smaller --seq-len")
-    if WORLD > 1:
-        dist.barrier(patient)
-    return prepare(s.data)
+    return model, torch.optim.AdamW(groups, lr=s.lr, betas=(0.9, 0.95), fused=True,
+                                    weight_decay=s.weight_decay)
 
 def train(s):
     """Run the settings; returns the final validation loss."""
-    recipe, out, dataset = make_recipe(s), Path(s.out), open_data(s)
+    recipe, out = make_recipe(s), Path(s.out)
+    model, optimizer = build(s, recipe, vocabulary(s.data))
+    dataset = prepare(s.data)
     files, val = [read_tokens(path) for path in dataset.train], read_tokens(dataset.val[0])
-    settings = record(s, recipe, dataset)
-    path, first = find_start(s, settings)
-    model, optimizer = build(s, recipe, dataset.vocab_size)
-    if path is None:
-        torch.manual_seed(s.seed)
-        model.init_weights()
-    else:
-        load(path, state_of(model, optimizer))
+    settings = vars(s) | {"data": f"{dataset.train[0].parent.name}-{len(files)}"}   # has a checksum
+    first = start(s, settings, model, optimizer)
     if RANK == 0:
         start_log(s, settings, first)
-    if WORLD > 1:
-        dist.barrier(patient)           # drawing large weights takes some ranks long
-    moes, peak = [m for m in model.modules() if isinstance(m, MoE)], peak_flops(s)
+    moes = [m for m in model.modules() if isinstance(m, MoE)]
     total, active, flops = counts(model, s)
+    name = hardware(s.device)[0]
+    peak = WORLD * sum(f for gpu, f in PEAKS.items() if gpu in name and s.dtype == "bfloat16")
     print(f"{s.model}, {total / 1e6:.2f}M parameters, {active / 1e6:.2f}M active a token, recipe "
-          f"{variant(s)}, {s.dtype} on {WORLD} x {hardware(s.device)[0]}, data {s.data}, steps "
+          f"{variant(s)}, {s.dtype} on {WORLD} x {name}, data {s.data}, steps "
           f"{first} to {s.steps} of {s.batch_size} x {s.seq_len} tokens, to {out}")
     if recipe.fmt and s.device == "cpu":
         print("the first step compiles the quantizer, which takes a minute or two if not cached")
-    signals = []                        # Ctrl-C and SIGTERM stop the run after a step, and save it
-    handlers = {n: signal.signal(n, lambda n, _: signals.append(n))
-                for n in (signal.SIGINT, signal.SIGTERM)}
     val_loss = evaluate(model, val, s) if first >= s.steps else None
-    bar = tqdm(range(first, s.steps), initial=first, total=s.steps, dynamic_ncols=True,
-               disable=RANK > 0)
+    bar = tqdm(range(first, s.steps), initial=first, total=s.steps, disable=RANK > 0)
     tokens, seconds = 0, 0.0            # since the last line of the log
     for step in bar:
         clock = time.perf_counter()
@@ -599,8 +506,7 @@ def train(s):
         torch.manual_seed(int(noise.generate_state(1, np.uint64)[0]))
         loss = 0.0
         for part in range(s.grad_accum):
-            with autocast(s):
-                part_loss = model(*get_batch(files, s, step, part)) / s.grad_accum
+            part_loss = model(*get_batch(files, s, step, part)) / s.grad_accum
             part_loss.backward()                        # FSDP averages over the ranks here
             loss += part_loss.detach()
         norm = nn.utils.clip_grad_norm_(model.parameters(), s.clip or math.inf)
@@ -608,11 +514,11 @@ def train(s):
         sums = torch.tensor((loss.item(), len(signals)), dtype=torch.float64, device=s.device)
         loss, stopping = (all_sum(sums) / WORLD).tolist()
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            stop(f"step {step + 1}: the loss is {loss}, the gradient norm {norm}; stopped before "
-                 f"this update. Last good checkpoint: {(checkpoints(out) or ['none'])[-1]}", 3)
+            stop(f"step {step + 1}: the loss is {loss}, the gradient norm {norm}; the last good "
+                 f"checkpoint: {(checkpoints(out) or ['none'])[-1]}", 3)
         optimizer.step()
         optimizer.zero_grad()
-        max_load = max((m.balance(s.balance_rate).item() for m in moes), default=None)
+        max_load = max((m.balance().item() for m in moes), default=None)
         tokens += s.batch_size * s.seq_len
         seconds += time.perf_counter() - clock
 
@@ -625,9 +531,8 @@ def train(s):
         if step % s.log_interval == 0 or val_loss is not None:
             speed, tokens, seconds = tokens / seconds, 0, 0.0
             line = {"step": step, "train_loss": loss, "val_loss": val_loss, "lr": lr,
-                    "grad_norm": norm, "tokens_per_s": round(speed)}
-            line |= {"max_load": max_load} if moes else {}
-            line |= {"mfu": flops * speed / peak} if peak else {}
+                    "grad_norm": norm, "max_load": max_load, "tokens_per_s": round(speed),
+                    "mfu": flops * speed / peak if peak else None}
             if RANK == 0:
                 with open(out / "log.jsonl", "a") as log:
                     log.write(json.dumps(line) + "\n")
@@ -636,33 +541,36 @@ def train(s):
             save(out, step, settings, model, optimizer)
         if stopping and step < s.steps:
             stop(f"stopped after step {step} and saved; add --resume to the same command", 130)
-    for n, handler in handlers.items():
-        signal.signal(n, handler)
-    report(s, settings, model, val, dataset, val_loss)
+    print(f"validation loss {val_loss:.4f} nats a token")
+    if s.recipe != "bf16":
+        print(loss_error(s, settings, val_loss))
+    if s.sample:
+        print(f"--- sample\n{sample(model, val[:32], s, dataset.vocab_size)}\n---")
     return val_loss
 
 def main(argv=None):
     """Train. What the user can mend is one sentence and exit code 1; 3 if the loss diverged."""
-    global patient
     if RANK:
         sys.stdout = open(os.devnull, "w")
-    sys.stdout.reconfigure(errors="replace")            # a terminal may lack a sample's characters
+    sys.stdout.reconfigure(errors="replace", line_buffering=True)   # "?" for what it can't show
     warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP, in a single process
     logging.disable()                                   # what DCP logs of errors, stop() says
     try:
         s = parse_args(argv)
-        if WORLD > 1:                   # torchrun ends the others of a rank that is lost; one that
-            # hangs may also be compiling
-            dist.init_process_group(timeout=datetime.timedelta(minutes=10))
-            patient = dist.new_group(backend="gloo", timeout=datetime.timedelta(hours=2))
+        if WORLD > 1:
+            dist.init_process_group()
+        if RANK == 0:
+            check(prepare(s.data), s.seq_len + 1)
+        all_sum(torch.zeros(1))                         # the others wait
+        for n in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(n, lambda n, _: signals.append(n))
         train(s)
         if WORLD > 1:
-            dist.barrier(patient)
             dist.destroy_process_group()
     except (ValueError, OSError) as e:
-        if RANK:                                        # something of this rank's own
-            raise
         stop(e)
+    except dcp.CheckpointException as e:
+        stop(f"can't write a checkpoint: {next(iter(e.failures.values()))[0]}")
     except RuntimeError as e:
         if WORLD == 1 or not (isinstance(e, dist.DistError) or "gloo" in str(e)):
             raise

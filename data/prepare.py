@@ -7,15 +7,14 @@
 
 A token file (.bin) is a header of 256 int32 (magic 20240520, version 1, number of tokens) and then
 uint16 tokens: the layout of the public FineWeb shards, used for everything. Text becomes bytes,
-vocabulary 256; FineWeb has GPT-2's 50257. Every file is written under another name and renamed when
-complete, so one that is there is whole.
+vocabulary 256; FineWeb has GPT-2's. Files are renamed when complete: one that is there is whole.
 """
 import argparse
 import http.client
 import os
+import platform
 import sys
 import sysconfig
-import urllib.error
 import urllib.request
 import zlib
 from dataclasses import dataclass
@@ -36,35 +35,30 @@ class Dataset:
     train: list                 # paths of token files
     val: list
     vocab_size: int
-    encoding: str               # "bytes" or "gpt2"
-
-def encoding(name):
-    """The tiktoken Encoding "bytes" (token i is byte i) or "gpt2" (which needs a download)."""
-    if name == "bytes":
-        return tiktoken.Encoding("bytes", pat_str=r"[^\n]*\n?", special_tokens={},
-                                 mergeable_ranks={bytes([i]): i for i in range(256)})
-    return tiktoken.get_encoding(name)
-
-def write_tokens(path, tokens):
-    """Write a token file, atomically. tokens: any sequence of ints under 65536; ValueError if the
-    header can't count them."""
-    if len(tokens) >= 2**31:
-        raise ValueError(f"{path} can't hold {len(tokens)} tokens, only fewer than 2^31; give less "
-                         "text")
-    header = np.zeros(256, dtype=np.int32)
-    header[:3] = MAGIC, VERSION, len(tokens)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with open(part, "wb") as f:
-        f.write(header.tobytes())
-        f.write(np.asarray(tokens, dtype=np.uint16).tobytes())
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(part, path)
 
 def vocabulary(name):
     """Vocabulary of a data set: FineWeb has GPT-2's, text is bytes."""
     return 50257 if name == "fineweb" else 256
+
+def decode(tokens, vocab_size):
+    """The text of tokens, or why there is none."""
+    if vocab_size == 256:
+        return bytes(tokens).decode(errors="replace")
+    try:
+        return tiktoken.get_encoding("gpt2").decode(tokens)     # downloads the vocabulary once
+    except OSError as e:
+        return f"(no text, for GPT-2's vocabulary can't be had: {e})"
+
+def write_tokens(path, tokens):
+    """Write a token file, atomically. tokens: ints under 65536."""
+    if len(tokens) >= 2**31:
+        raise ValueError(f"{path} can't hold {len(tokens)} tokens, only fewer than 2^31")
+    header = np.zeros(256, dtype=np.int32)
+    header[:3] = MAGIC, VERSION, len(tokens)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    part.write_bytes(header.tobytes() + np.asarray(tokens, dtype=np.uint16).tobytes())
+    os.replace(part, path)
 
 def read_tokens(path, vocab_size=None):
     """The tokens of a file, memory-mapped: uint16 (n,). With vocab_size all of them are read and
@@ -72,12 +66,10 @@ def read_tokens(path, vocab_size=None):
     size = os.path.getsize(path)
     header = np.fromfile(path, dtype=np.int32, count=256)
     if len(header) < 256 or header[0] != MAGIC or header[1] != VERSION:
-        raise ValueError(f"{path} is not a token file (its header is not magic {MAGIC}, version "
-                         f"{VERSION})")
+        raise ValueError(f"{path} is not a token file of version {VERSION}")
     if size != HEADER + 2 * int(header[2]):
-        raise ValueError(f"{path} is damaged: its header promises {header[2]} tokens, "
-                         f"{HEADER + 2 * int(header[2])} bytes, but it has {size}; delete it and "
-                         "prepare it again")
+        raise ValueError(f"{path} is damaged: {size} bytes can't be a header and its {header[2]} "
+                         "tokens; delete it and prepare it again")
     tokens = np.memmap(path, dtype=np.uint16, mode="r", offset=HEADER, shape=(int(header[2]),))
     if vocab_size is not None and len(tokens) and (largest := int(tokens.max())) >= vocab_size:
         raise ValueError(f"{path} has a token {largest}, beyond the vocabulary of {vocab_size}: "
@@ -85,66 +77,66 @@ def read_tokens(path, vocab_size=None):
     return tokens
 
 def download(url, path, check=None):
-    """Fetch url to path: progress bar, resumed after a break, size and `check(part)` verified,
-    renamed when whole. OSError with a sentence on what to do if it can't be had."""
+    """Fetch url to path, going on after a break; size and `check(part)` are verified. OSError with
+    a sentence on what to do if it can't be had."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     have = part.stat().st_size if part.exists() else 0
+    request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
     try:
-        request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
-        try:
-            response = urllib.request.urlopen(request, timeout=60)
-        except urllib.error.HTTPError as e:
-            if e.code != 416:           # nothing left to send, or the part is longer than the file
-                raise
-            part.unlink()
-            have, response = 0, urllib.request.urlopen(url, timeout=60)
-        if response.status != 206:      # a server without ranges starts from the first byte
-            have = 0
-        length = response.headers.get("Content-Length")
-        total = None if length is None else have + int(length)
-        with response, open(part, "ab" if have else "wb") as f, \
-                tqdm(total=total, initial=have, unit="B", unit_scale=True, desc=path.name) as bar:
-            while chunk := response.read(1 << 20):
-                f.write(chunk)
-                bar.update(len(chunk))
+        with urllib.request.urlopen(request, timeout=60) as response:
+            have = have if response.status == 206 else 0        # 200: from the first byte
+            length = response.headers.get("Content-Length")
+            total = have + int(length) if length else None
+            bar = tqdm(total=total, initial=have, unit="B", unit_scale=True, desc=path.name)
+            with bar, open(part, "ab" if have else "wb") as f:
+                while chunk := response.read(1 << 20):
+                    f.write(chunk)
+                    bar.update(len(chunk))
+        if total and part.stat().st_size != total:
+            raise OSError(f"it broke off at {part.stat().st_size} of {total} bytes")
     except (OSError, http.client.HTTPException) as e:   # URLErrors and timeouts are OSErrors
+        if have and getattr(e, "code", None) == 416:    # the part is whole, or too long: again
+            part.unlink()
+            return download(url, path, check)
         raise OSError(f"could not download {url}: {e}. What has arrived is kept and the next try "
                       "goes on from there. Without a network, use --data python or a text file of "
                       f"yours, or put the file at {path}") from e
-    if total is not None and part.stat().st_size != total:
-        raise OSError(f"{url} broke off at {part.stat().st_size} of {total} bytes; run the same "
-                      "command to go on")
-    if check is not None:
-        try:
+    try:
+        if check:
             check(part)
-        except ValueError as e:
-            part.unlink()
-            raise OSError(f"what {url} sent is not what it should be, and was deleted: {e}") from e
+    except ValueError as e:
+        part.unlink()
+        raise OSError(f"what {url} sent is not what it should be, and was deleted: {e}") from e
     os.replace(part, path)
 
-def split_bytes(data, name):
-    """The last tenth is for validation."""
-    cut = len(data) * 9 // 10
-    if not data.strip() or not cut:
-        raise ValueError(f"{name} holds no text")
-    return data[:cut], data[cut:]
-
-def stdlib_bytes():
+def stdlib_bytes(folder):
     """The standard library's source, split by file, as the CRC of a file's name says."""
     lib = Path(sysconfig.get_paths()["stdlib"])
-    texts = {"train": [], "val": []}
     skip = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo",
             "__pycache__"}
+    train, val = [], []
     for path in sorted(lib.rglob("*.py")):
         name = path.relative_to(lib)
         if not skip & set(name.parts):
-            split = "val" if zlib.crc32(name.as_posix().encode()) % 20 == 0 else "train"
-            texts[split].append(path.read_bytes())
-    if not texts["train"] or not texts["val"]:
-        raise ValueError(f"found no standard library source under {lib}; use --data with a text "
-                         "file")
-    return b"".join(texts["train"]), b"".join(texts["val"])
+            part = val if zlib.crc32(name.as_posix().encode()) % 20 == 0 else train
+            part.append(path.read_bytes())
+    if not train or not val:
+        raise ValueError(f"found no standard library source in {lib}; use --data with a text file")
+    return b"".join(train), b"".join(val)
+
+def text_bytes(path):
+    """A text, of which the last tenth is for validation."""
+    data = path.read_bytes()
+    cut = len(data) * 9 // 10
+    if not data.strip() or not cut:
+        raise ValueError(f"{path} holds no text")
+    return data[:cut], data[cut:]
+
+def shakespeare_bytes(folder):
+    if not (folder / "input.txt").exists():
+        download(SHAKESPEARE, folder / "input.txt")
+    return text_bytes(folder / "input.txt")
 
 def prepare(name="python", root=ROOT, shards=1, url=FINEWEB):
     """Make the data set `name` ("python", "shakespeare", "fineweb" or a text file) if it isn't
@@ -152,44 +144,41 @@ def prepare(name="python", root=ROOT, shards=1, url=FINEWEB):
     that failed."""
     root = Path(root)
     if name == "fineweb":
-        numbers = [("val", 0)] + [("train", i) for i in range(1, shards + 1)]
-        files = [f"fineweb_{split}_{i:06d}.bin" for split, i in numbers]
-        for f in files:
-            if not (root / name / f).exists():
-                download(f"{url}/{f}", root / name / f, read_tokens)
-        train = sorted((root / name).glob("fineweb_train_*.bin"))
-        return Dataset(train, [root / name / files[0]], vocabulary(name), "gpt2")
+        val, *train = (root / name / f"fineweb_{split}_{i:06d}.bin" for i, split in
+                       enumerate(["val"] + ["train"] * shards))
+        for path in (val, *train):
+            if not path.exists():
+                download(f"{url}/{path.name}", path, read_tokens)
+        return Dataset(sorted(val.parent.glob("fineweb_train_*.bin")), [val], vocabulary(name))
     if name == "python":
-        version = ".".join(map(str, sys.version_info[:3]))
-        folder, make = root / f"python-{version}", stdlib_bytes
+        folder, make = root / f"python-{platform.python_version()}", stdlib_bytes
     elif name == "shakespeare":
-        folder, raw = root / name, root / name / "input.txt"
-
-        def make():
-            if not raw.exists():
-                download(SHAKESPEARE, raw)
-            return split_bytes(raw.read_bytes(), name)
+        folder, make = root / name, shakespeare_bytes
     elif Path(name).is_file():
-        data = Path(name).read_bytes()
-        folder = root / f"{Path(name).stem}-{zlib.crc32(data):08x}"     # by its content
-
-        def make():
-            return split_bytes(data, name)
+        crc = zlib.crc32(Path(name).read_bytes())       # another content is another data set
+        folder, make = root / f"{Path(name).stem}-{crc:08x}", lambda folder: text_bytes(Path(name))
     else:
         raise ValueError(f"no data set or file is called {name!r}: take python, shakespeare, "
                          "fineweb, or a text file")
-    if not (folder / "val.bin").exists():               # written last
-        for split, text in zip(("train", "val"), make()):
-            tokens = np.frombuffer(text, dtype=np.uint8)                # token = byte
-            write_tokens(folder / f"{split}.bin", tokens)
-    return Dataset([folder / "train.bin"], [folder / "val.bin"], vocabulary(name), "bytes")
+    train, val = folder / "train.bin", folder / "val.bin"
+    if not val.exists():                                # written last
+        for path, text in zip((train, val), make(folder)):
+            write_tokens(path, np.frombuffer(text, dtype=np.uint8))     # token = byte
+    return Dataset([train], [val], vocabulary(name))
+
+def check(dataset, context):
+    """ValueError if a file is damaged, or has no `context` tokens."""
+    for path in dataset.train + dataset.val:
+        n = len(read_tokens(path, dataset.vocab_size))
+        if n < context:
+            raise ValueError(f"{path} has {n} tokens, fewer than a context and its target, "
+                             f"{context}; give more text or a smaller --seq-len")
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Prepare a data set for train.py.")
     parser.add_argument("name", nargs="?", default="python",
                         help="python, shakespeare, fineweb, or a text file")
-    parser.add_argument("--shards", type=int, default=1,
-                        help="fineweb: how many training shards, 100M tokens each")
+    parser.add_argument("--shards", type=int, default=1, help="of fineweb, 100M tokens each")
     args = parser.parse_args()
     try:
         dataset = prepare(args.name, shards=args.shards)
