@@ -409,7 +409,7 @@ def size(preset, layers, dim, heads, hidden, batch, tokens=1):
     mlps = 4 if preset == "nano-moe" else 1
     weights = 2 * vocabulary("python") * dim + layers * dim * (4 * dim + 3 * mlps * hidden)
     steps = round(tokens * weights / (batch * 256))
-    lr = 3e-3 * (128 / dim) ** 0.5      # to be checked at two: scaling --models SIZE --lr LR
+    lr = 3e-3 * (128 / dim) ** 0.5      # check at two sizes: scaling --models SIZE --lr LR
     return (f"--model {preset} --layers {layers} --dim {dim} --heads {heads} --hidden {hidden} "
             f"--batch-size {batch} --seq-len 256 --steps {steps} --lr {lr:.2e}").split()
 
@@ -655,7 +655,7 @@ SCALED = ("e2m1", "ufp4", "e2m1-full-rht")
 def counted(s, recipe="bf16"):
     """(GPT without values, parameters, those active for a token, FLOPs a token)"""
     with torch.device("meta"):
-        model = train.GPT(s, ufp4.get_recipe(recipe), vocabulary(s.data))
+        model = train.GPT(s, ufp4.named("recipe", recipe, RECIPES), vocabulary(s.data))
     return model, *train.counts(model, s)
 
 def bench_scaling(args):

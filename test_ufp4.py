@@ -1446,6 +1446,14 @@ def test_bench_bf16_by_float32_rounds_exact_products_once(monkeypatch):
         assert (off <= 2.0**-7 * exact.abs()).all() and (off == 0).float().mean() > 0.99
     assert y.dtype == torch.bfloat16 and F.linear(x.float(), w.float()).dtype == torch.float32
 
+def test_bench_plan_has_the_papers_sizes_and_refuses_what_cannot_be(capsys):
+    bench.main("plan --model moe-124b --recipe ufp4-e4m3 --gpus 256 --remat".split())
+    said = capsys.readouterr().out
+    total, active = map(float, re.findall(r"([.\d]+)B (?:parameters|active)", said))
+    assert (round(total, 1), round(active, 2)) == (123.6, 5.11)
+    with pytest.raises(SystemExit, match="in_features = 40"):
+        bench.main("plan --dim 40 --data shakespeare".split())
+
 def test_bench_an_estimator_end_to_end(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "RESULTS", tmp_path)
     args = argparse.Namespace(name="loss", models=["nano"], seeds=1, estimators=["branched"],
