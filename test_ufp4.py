@@ -1111,6 +1111,9 @@ def test_train_resume_and_branch_refuse_another_run(settings, text, tmp_path, ca
     start = str(train.checkpoints(tmp_path / "out/run")[0])                     # of step 6
     assert "dim is 64 now and was 32" in refused("--resume", "--dim", "64")
     assert "recipe is 'ufp4' now and was 'bf16'" in refused("--resume", "--recipe", "ufp4")
+    with pytest.MonkeyPatch.context() as edited:
+        edited.setitem(RECIPES, "bf16", replace(RECIPES["bf16"], block=32))
+        assert "'block': '32'" in refused("--resume")
     assert "lr is 0.5 now" in refused("--branch", start, "--lr", "0.5")
     assert "nothing is missing" in refused("--branch", str(tmp_path / "nothing"))
     for recipe in "bf16", "e2m1":

@@ -151,7 +151,7 @@ class GPT(nn.Module):
         recipes = [recipe] * (s.layers - s.keep_bf16) + [ufp4.RECIPES["bf16"]] * s.keep_bf16
         self.bf16 = s.dtype == "bfloat16"
         self.embed = nn.Embedding(vocab_size, s.dim)
-        self.blocks = nn.ModuleList(Block(s, r) for r in recipes)
+        self.blocks = nn.ModuleList(Block(s, r) for r in recipes[-s.layers:])
         self.norm = nn.RMSNorm(s.dim)
         self.lm_head = nn.Linear(s.dim, vocab_size, bias=False)
 
@@ -237,7 +237,7 @@ SETTINGS = (                    # name, type or choices, default (None: see pars
 )
 RESUMABLE = {"out", "device", "steps", "warmup", "eval_interval", "save_interval", "log_interval",
              "sample", "compile", "resume", "branch", "grad_accum", "remat"}    # with --resume
-BRANCHABLE = RESUMABLE | {"recipe", "keep_bf16", "overrides"}       # what may change with --branch
+BRANCHABLE = RESUMABLE | {"recipe", "keep_bf16", "overrides", "row"}        # and with --branch
 
 def parse_args(argv=None):
     """-> a Namespace of SETTINGS, and .overrides, the FIELDS of the recipe that flags change."""
@@ -338,7 +338,7 @@ def sample(model, prompt, s, vocab_size):
 
 def stop(message, code=1):
     """End the run with a sentence. Where all ranks stop, rank 0 speaks, and torchrun then ends the
-    others; one that stops alone is still there after a while, and speaks."""
+    others; one that stops alone speaks after a while, if torchrun hasn't ended it."""
     if RANK and not signals:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(10)
@@ -372,7 +372,6 @@ def load(path, state):
         before = [p for p in checkpoints(path.parent) if p < path]
         hint = f"; delete it, and --resume goes on from {before[-1]}" if before else ""
         stop(f"{path} is missing, damaged or not a checkpoint of train.py ({reason!r}){hint}")
-    return state
 
 def differences(settings, saved, may_differ):
     return [f"{k} is {settings.get(k)!r} now and was {saved.get(k)!r}" for k in settings | saved
@@ -389,7 +388,7 @@ def start(s, settings, model, optimizer):
     if s.resume and not kept:
         stop(f"--resume: no checkpoint in {s.out}; start without --resume, or name another --out")
     path = kept[-1] if s.resume else Path(s.branch)
-    saved = load(path, {"step": 0, "settings": ""})
+    load(path, saved := {"step": 0, "settings": ""})
     differ = differences(settings, json.loads(saved["settings"]),
                          RESUMABLE if s.resume else BRANCHABLE)
     if differ:
@@ -424,10 +423,9 @@ def commit():
     return done.stdout.strip() or None
 
 def loss_error(s, settings, val_loss):
-    """A sentence: how far a loss is from that of a finished bf16 run beside OUT with the same
-    settings. (One that branched may have begun in 4 bits, and doesn't count.)"""
+    """How far a loss is from that of a finished bf16 run beside OUT with the same settings."""
     wanted = settings | {"recipe": "bf16", "overrides": {}, "keep_bf16": 0, "branch": None}
-    may_differ = RESUMABLE - {"steps", "warmup", "branch"}
+    may_differ = RESUMABLE - {"steps", "warmup", "branch"} | {"row"}
     for path in sorted(Path(s.out).parent.glob("*/log.jsonl")):
         with suppress(OSError, ValueError, TypeError, KeyError):    # another program's, or no run
             first, *_, last = read_log(path)
@@ -447,7 +445,7 @@ def counts(model, s):
     return total, total - idle, flops
 
 # Dense BF16 FLOP/s, by NVIDIA's data sheets, of SXM modules
-PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "B300": 2250e12}
+PEAKS = {"NVIDIA A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "B300": 2250e12}
 
 def learning_rate(step, s):
     """Linear warm-up, then cosine decay to min_lr * lr at the last step."""
@@ -479,9 +477,14 @@ def train(s):
     """Run the settings; returns the final validation loss."""
     recipe, out = make_recipe(s), Path(s.out)
     model, optimizer = build(s, recipe, vocabulary(s.data))
+    if RANK == 0:
+        check(prepare(s.data), s.seq_len + 1)
+    all_sum(torch.zeros(1))                             # the others wait
     dataset = prepare(s.data)
+    handlers = {n: signal.signal(n, lambda n, _: signals.append(n)) for n in (2, 15)}   # INT, TERM
     files, val = [read_tokens(path) for path in dataset.train], read_tokens(dataset.val[0])
-    settings = vars(s) | {"data": f"{dataset.train[0].parent.name}-{len(files)}"}   # has a checksum
+    row = {k: str(getattr(v, "name", getattr(v, "__name__", v))) for k, v in vars(recipe).items()}
+    settings = vars(s) | {"data": f"{dataset.train[0].parent.name}-{len(files)}", "row": row}
     first = start(s, settings, model, optimizer)
     if RANK == 0:
         start_log(s, settings, first)
@@ -541,6 +544,8 @@ def train(s):
             save(out, step, settings, model, optimizer)
         if stopping and step < s.steps:
             stop(f"stopped after step {step} and saved; add --resume to the same command", 130)
+    for n, handler in handlers.items():
+        signal.signal(n, handler)
     print(f"validation loss {val_loss:.4f} nats a token")
     if s.recipe != "bf16":
         print(loss_error(s, settings, val_loss))
@@ -559,11 +564,6 @@ def main(argv=None):
         s = parse_args(argv)
         if WORLD > 1:
             dist.init_process_group()
-        if RANK == 0:
-            check(prepare(s.data), s.seq_len + 1)
-        all_sum(torch.zeros(1))                         # the others wait
-        for n in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(n, lambda n, _: signals.append(n))
         train(s)
         if WORLD > 1:
             dist.destroy_process_group()
