@@ -8,7 +8,7 @@
     python bench.py scaling     the same against compute: five dense sizes, three mixtures
     python bench.py dispatch    what the kernels compile to on GPUs that are not here (5 min)
     python bench.py kernels     their speed on this GPU, against copying and cuBLAS
-    python bench.py tune        which tiles and programs quantize fastest on this GPU
+    python bench.py tune        which tiles and registers quantize fastest on this GPU
     python bench.py plan        memory and bounds on speed of a run, by the flags of train.py
     python bench.py train       train.py with the recipes below besides its own
     python bench.py readme      write the tables of both README.md anew
