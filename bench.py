@@ -518,6 +518,7 @@ def train_all(args, recipes):
             if job["estimator"] == "branched" and found["val_loss"] is not None:
                 found |= forward_passes(args, job)
             first, *_, last = train.read_log(folder(args, bf16_of(job)) / "log.jsonl")
+            del first["settings"]["out"]                        # where this machine had it
             results["settings"].setdefault(job["model"], first["settings"])
             if here not in results["machines"]:
                 results["machines"].append(here)
