@@ -221,6 +221,7 @@ ufp4_with = functools.partial(replace, RECIPES["ufp4"])
     ("'fprop', 'dgrad', 'wgrad'.* got 'wgrad'", lambda: ufp4_with(rht="wgrad")),
     ("power of two of rows, not 12", lambda: ufp4_with(rht_block=12)),
     ("multiples of 240", lambda: ufp4.Linear(32, 32, recipe=ufp4_with(block=15))),
+    ("multiples of 30", lambda: ufp4.Linear(45, 45, recipe=ufp4_with(block=15, rht=()))),
     ("X .4, 32. .* W .16, 48.", lambda: ufp4.linear(zeros(4, 32), zeros(16, 48), "ufp4")),
     ("X .4, 32. .* W .2, 16, 32.", lambda: ufp4.linear(zeros(4, 32), zeros(2, 16, 32), "ufp4")),
 ])
