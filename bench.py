@@ -341,7 +341,7 @@ def capture(model, tokens, targets):
             m.register_forward_pre_hook(lambda m, x, at=(name, "x"): got.update({at: x[0]}))
             m.register_full_backward_hook(lambda m, _, dy, at=(name, "dy"): got.update({at: dy[0]}))
     model(tokens, targets).backward()
-    return {at: x.detach().flatten(0, -2) for at, x in got.items()}
+    return {at: x.detach().flatten(0, -2).float() for at, x in got.items()}
 
 def load_model(flags, checkpoint):
     """(settings, data set, GPT with the checkpoint's weights) of train.py with these flags."""
@@ -353,8 +353,8 @@ def load_model(flags, checkpoint):
 
 def bench_sqnr(args):
     out = HERE / "out" / "bench" / "sqnr"
-    flags = ["--out", str(out), *"--model nano --recipe bf16 --steps 300".split(),
-             *"--device cpu --dtype float32".split()]
+    flags = [*MODELS["dense-10m"], "--out", str(out), *"--recipe bf16 --batch-size 8".split(),
+             *"--steps 300 --device cpu --dtype bfloat16".split()]
     if not (out / "ckpt-0000300").exists():
         train.train(train.parse_args(flags))
     s, dataset, model = load_model(flags, out / "ckpt-0000300")
@@ -415,8 +415,8 @@ def size(preset, layers, dim, heads, hidden, batch, tokens=1):
 
 # By kind and millions of parameters; a third part of a name says what else differs
 SIZES = {"dense-0.3m": size("nano", 2, 96, 3, 256, 4),
+         "dense-0.3m-long": size("nano", 2, 96, 3, 256, 4, tokens=4),
          "dense-0.9m": size("nano", 4, 128, 4, 352, 8),
-         "dense-0.9m-long": size("nano", 4, 128, 4, 352, 8, tokens=4),
          "dense-2m": size("nano", 4, 192, 6, 512, 12),
          "dense-5m": size("nano", 6, 256, 8, 704, 20),
          "dense-10m": size("nano", 6, 384, 6, 1024, 32),
@@ -625,7 +625,9 @@ def recipe_table(runs, model, groups, published):
     for name, effect in EFFECTS.items():
         if found := contrast(runs, model, effect):
             rows.append([name, "", "", text(found), *[""] * 7])
-    if len(fprop) > 2:
+    if found := reduction(runs, [model]):
+        rows.append(["`ufp4` smaller than `e2m1` by, %", "", "", text(found, 0), *[""] * 7])
+    if len(fprop) > 4:
         errors = [contrast(runs, model, {recipe: 1})[0] for recipe in fprop]
         found = (f"{statistics.correlation(v, errors):.2f}" for v in zip(*fprop.values()))
         rows.append([f"correlation with branched, over {len(fprop)}", *[""] * 7, *found, ""])
@@ -925,7 +927,7 @@ def main(argv=None):
         p.add_argument("--jobs", type=train.positive, metavar="N", help="runs at a time",
                        default=1 if torch.cuda.is_available() else os.cpu_count())
     args, rest = parser.parse_known_args(argv)
-    if args.command in ("train", *studies) and not (train.GPU or train.hardware("cpu")[1]):
+    if args.command in ("train", "sqnr", *studies) and not (train.GPU or train.hardware("cpu")[1]):
         bf16_by_float32()
     if args.command == "train":
         return train.main(rest)

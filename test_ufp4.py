@@ -1480,11 +1480,11 @@ def test_bench_an_estimator_end_to_end(tmp_path, monkeypatch):
 def test_bench_pages_have_the_tables_of_the_files_and_these_follow_from_the_runs():
     texts = [page.read_text() for page in bench.PAGES]
     assert [bench.fill_tables(text) for text in texts] == texts         # or: python bench.py readme
-    for name in ("loss", "loss-bf16", "ablate", "scaling"):
+    for name in ("loss", "ablate", "scaling", "loss-float32", "ablate-float32"):
         results = json.loads((bench.RESULTS / f"{name}.json").read_text())
         if name == "scaling":
             tables = {name: bench.scaling_table(results["runs"], results["costs"])}
         else:
-            groups = bench.GROUPS[name.removesuffix("-bf16")]
+            groups = bench.GROUPS[name.removesuffix("-float32")]
             tables = bench.loss_tables(name, results["runs"], groups)
         assert tables == results["tables"]
