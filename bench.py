@@ -1,7 +1,7 @@
 """Each claim, one command: what is measured, its table, its figure.
 
     python bench.py bias        the grids: bias of each bin, slopes, how it compounds (1 min)
-    python bench.py sqnr        which grid suits a trained model's tensors, and the RHT (15 min)
+    python bench.py sqnr        which grid suits a trained model's tensors, and the RHT (25 min)
     python bench.py cpu         what emulation costs on this CPU, against BF16 steps (8 min)
     python bench.py loss        what recipes cost in loss, paired seeds (hours)
     python bench.py ablate      the same, one change at a time
@@ -610,7 +610,8 @@ def measured(rows):
     return [list(row) for row in zip(*(column for column in zip(*rows) if any(column[1:])))]
 
 def recipe_table(runs, model, groups, published):
-    """A row a recipe; then EFFECTS, and how loss error goes with slope and noise of fprop."""
+    """A row a recipe; then EFFECTS, how far ufp4 is below e2m1, and how loss error goes with slope
+    and noise of fprop."""
     rows = [[f"`{model}`: loss error, % (seeds)", "recipe", "from scratch", "branched",
              "less `e2m1`", "less `ufp4`", "of it, in the weights", "forward noise alone",
              "slope of fprop", "noise of fprop, %", "the paper's"]]
