@@ -353,8 +353,8 @@ def load_model(flags, checkpoint):
 
 def bench_sqnr(args):
     out = HERE / "out" / "bench" / "sqnr"
-    flags = [*MODELS["dense-10m"], "--out", str(out), *"--recipe bf16 --batch-size 8".split(),
-             *"--steps 300 --device cpu --dtype bfloat16".split()]
+    flags = [*MODELS["dense-10m"], "--out", str(out),
+             *"--recipe bf16 --steps 300 --device cpu --dtype bfloat16".split()]
     if not (out / "ckpt-0000300").exists():
         train.train(train.parse_args(flags))
     s, dataset, model = load_model(flags, out / "ckpt-0000300")
@@ -403,26 +403,23 @@ def bench_cpu(args):
     finish("cpu", {"cpu": rows})
 
 # ---- loss, ablate, scaling: train many small models and compare ---------------------------------
-def size(preset, layers, dim, heads, hidden, batch, tokens=1):
-    """Flags of train.py. So many `tokens` for each weight that a token meets (of 16 experts those
-    of 3 and the shared one), but no more than 2 million, for a CPU's sake."""
-    mlps = 4 if preset == "nano-moe" else 1
-    weights = 2 * vocabulary("python") * dim + layers * dim * (4 * dim + 3 * mlps * hidden)
-    steps = round(min(tokens * weights, 2e6) / (batch * 256))
+def size(preset, layers, dim, heads, hidden, steps=800):
+    """Flags of train.py. `nano`'s text and schedule at every size: more compute is a larger model,
+    not more text, for a CPU's sake. The learning rate falls with the square root of the width."""
     lr = 3e-3 * (128 / dim) ** 0.5      # check at two sizes: scaling --models SIZE --lr LR
     return (f"--model {preset} --layers {layers} --dim {dim} --heads {heads} --hidden {hidden} "
-            f"--batch-size {batch} --seq-len 256 --steps {steps} --lr {lr:.2e}").split()
+            f"--steps {steps} --lr {lr:.2e}").split()
 
 # By kind and millions of parameters; a third part of a name says what else differs
-SIZES = {"dense-0.3m": size("nano", 2, 96, 3, 256, 4),
-         "dense-0.3m-long": size("nano", 2, 96, 3, 256, 4, tokens=4),
-         "dense-0.9m": size("nano", 4, 128, 4, 352, 8),
-         "dense-2m": size("nano", 4, 192, 6, 512, 12),
-         "dense-5m": size("nano", 6, 256, 8, 704, 16),
-         "dense-10m": size("nano", 6, 384, 6, 1024, 16),
-         "moe-1m": size("nano-moe", 3, 96, 3, 64, 4),
-         "moe-3m": size("nano-moe", 4, 128, 4, 96, 8),
-         "moe-10m": size("nano-moe", 6, 192, 6, 160, 16)}
+SIZES = {"dense-0.3m": size("nano", 2, 96, 3, 256),
+         "dense-0.3m-long": size("nano", 2, 96, 3, 256, steps=3200),
+         "dense-0.9m": size("nano", 4, 128, 4, 352),
+         "dense-2m": size("nano", 4, 192, 6, 512),
+         "dense-5m": size("nano", 6, 256, 8, 704),
+         "dense-10m": size("nano", 6, 384, 6, 1024),
+         "moe-1m": size("nano-moe", 3, 96, 3, 64),
+         "moe-3m": size("nano-moe", 4, 128, 4, 96),
+         "moe-10m": size("nano-moe", 6, 192, 6, 160)}
 MODELS = {**{name: ["--model", name] for name in train.PRESETS}, **SIZES}
 
 def folder(args, job):
