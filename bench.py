@@ -677,14 +677,13 @@ def sizes_of(kind, costs):
             if re.fullmatch(f"{kind}-[^-]+", model)}
 
 def reduction(runs, models):
-    """By what part of itself e2m1's loss error, branched, falls with ufp4: of each seed 1 - the
-    ratio of sums over the models; mean and interval. None without seeds, or if a run diverged."""
-    better, worse = collections.Counter(), collections.Counter()        # by seed
-    for model in models:
-        ours, theirs = (errors_of(runs, model, recipe) for recipe in ("ufp4", "e2m1"))
-        better.update({seed: ours[seed] for seed in ours.keys() & theirs.keys()})
-        worse.update({seed: theirs[seed] for seed in ours.keys() & theirs.keys()})
-    parts = [1 - better[seed] / worse[seed] for seed in worse]
+    """By what part of itself e2m1's loss error, branched, falls with ufp4: 1 - the ratio of sums
+    over the models, of each seed that has all; mean and interval. None without, or if one diverged.
+    """
+    ours, theirs = ([errors_of(runs, model, recipe) for model in models]
+                    for recipe in ("ufp4", "e2m1"))
+    seeds = sorted(set.intersection(*map(set, ours + theirs))) if ours else ()
+    parts = [1 - sum(e[s] for e in ours) / sum(e[s] for e in theirs) for s in seeds]
     return interval(parts) if parts and math.isfinite(sum(parts)) else None
 
 def scaling_table(runs, costs):

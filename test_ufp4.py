@@ -1420,6 +1420,8 @@ def test_bench_the_reduction_and_the_coverage_of_its_interval():
 
     assert bench.reduction(runs([0.01, 0.03], [0.008, 0.024]), ["nano"]) == pytest.approx((0.2, 0))
     assert bench.reduction(runs([0.01, 0.03], [0.01, math.inf]), ["nano"]) is None
+    uneven = runs([0.01, 0.03], [0.008, 0.03]) + runs([0.01], [0.006], "nano-moe")      # seed 0
+    assert bench.reduction(uneven, ["nano", "nano-moe"]) == (pytest.approx(0.3), None)
     g, held = gen(), 0
     for _ in range(400):
         common, drawn = 0.001 * torch.randn(10, generator=g), []
