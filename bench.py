@@ -55,7 +55,8 @@ PAGES = (HERE / "README.md", RESULTS / "README.md")
 def machine():
     """What measures, and the commit of the code that it runs."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {"cpu": train.hardware("cpu")[0], "cores": os.cpu_count(), "gpu": gpu,
+    cpu, has_bf16 = train.hardware("cpu")
+    return {"cpu": cpu, "has_bf16": has_bf16, "cores": os.cpu_count(), "gpu": gpu,
             "torch": torch.__version__, "python": platform.python_version(),
             "commit": train.commit()}
 
