@@ -1479,11 +1479,10 @@ def test_bench_an_estimator_end_to_end(tmp_path, monkeypatch):
 def test_bench_pages_have_the_tables_of_the_files_and_these_follow_from_the_runs():
     texts = [page.read_text() for page in bench.PAGES]
     assert [bench.fill_tables(text) for text in texts] == texts         # or: python bench.py readme
-    for name in ("loss", "ablate", "scaling", "loss-float32", "ablate-float32"):
+    for name in ("loss", "ablate", "scaling"):
         results = json.loads((bench.RESULTS / f"{name}.json").read_text())
         if name == "scaling":
             tables = {name: bench.scaling_table(results["runs"], results["costs"])}
         else:
-            groups = bench.GROUPS[name.removesuffix("-float32")]
-            tables = bench.loss_tables(name, results["runs"], groups)
+            tables = bench.loss_tables(name, results["runs"], bench.GROUPS[name])
         assert tables == results["tables"]
