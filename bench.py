@@ -582,10 +582,12 @@ PAPER = {("loss", "nano"): {"ufp4": "0.97", "e2m1": "1.26"},
          ("ablate", "nano"): {
              "ufp4-rht-none": "+0.60", "ufp4-rht-wgrad": "+0.34", "ufp4-rht-dgrad-wgrad": "+0.44",
              "ufp4-rht-fprop-wgrad": "+0.25", "ufp4-sr-none": "+0.24"}}
-# Effects in sums of loss errors, RHT on all three GEMMs: E2M1, which shrinks or does not; E1M2 too
+# With RHT on all three GEMMs: E2M1, which shrinks or does not, and E1M2. Effects: sums of errors
 CAUSES = ("e2m1-full-rht", "e2m1-debiased", "ufp4-shrunk", "ufp4")
 EFFECTS = {"effect of the grid": dict(zip(CAUSES, (.5, .5, -.5, -.5))),
-           "effect of shrinking": dict(zip(CAUSES, (.5, -.5, .5, -.5)))}
+           "effect of shrinking": dict(zip(CAUSES, (.5, -.5, .5, -.5))),
+           "effect of fprop without RHT": {"ufp4-rht-wgrad": .5, "ufp4-rht-fprop-wgrad": -.5,
+                                           "ufp4-rht-dgrad-wgrad": .5, "ufp4": -.5}}
 
 def bench_loss(args):
     groups = GROUPS[args.command]
