@@ -1486,3 +1486,31 @@ def test_bench_pages_have_the_tables_of_the_files_and_these_follow_from_the_runs
         else:
             tables = bench.loss_tables(name, results["runs"], bench.GROUPS[name])
         assert tables == results["tables"]
+
+def test_bench_figures_are_drawn_from_the_records_and_name_each_recipe(tmp_path):
+    for groups in bench.GROUPS.values():
+        assert set(sum(groups.values(), [])) <= bench.WORDS.keys()
+    assert bench.kind_of("ufp4", "e2m1-max3") == bench.kind_of("e2m1") == "E2M1"
+    for name in ("bias", "loss", "ablate", "scaling"):
+        records = json.loads((bench.RESULTS / f"{name}.json").read_text())
+        bench.draw_figures(name, records, tmp_path)
+    drawn, kept = ({path.name for path in folder.glob("*.png")}
+                   for folder in (tmp_path, bench.RESULTS))
+    assert {"front.png", "bias.png"} <= drawn <= kept
+    for page in bench.PAGES:
+        for shown in re.findall(r"!\[.*?\]\((.*?)\)", page.read_text()):
+            assert (page.parent / shown).exists()
+
+def test_bench_lopsided_bins_are_drawn_in_units_of_the_grid():
+    from matplotlib.figure import Figure
+    marked = {}
+    for fmt in (E2M1, FORMATS["e1m2"]):
+        ax = Figure().subplots()
+        bench.draw_bins(ax, fmt)
+        assert ax.get_xlim()[0] < 0 < fmt.max < ax.get_xlim()[1] < 1.1 * fmt.max
+        assert [label.get_text() for label in ax.get_xticklabels()] == [
+            f"{level:g}" for level in fmt.levels]
+        marked |= {text.get_position()[0]: text.get_text() for text in ax.texts
+                   if text.get_text()}                  # an arrow has none
+    # the mean errors by hand, and l and r in the middle of 3.5 to 4 and of 4 to 5
+    assert marked == {2: "\u22120.125", 4: "\u22120.25", 3.75: "l", 4.5: "r"}
