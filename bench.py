@@ -11,6 +11,7 @@
     python bench.py tune        which tiles and registers quantize fastest on this GPU
     python bench.py plan        memory and bounds on speed of a run, by the flags of train.py
     python bench.py train       train.py with the recipes below besides its own
+    python bench.py runs        your own runs of train.py, as a table and as curves
     python bench.py readme      tables and figures again, from the records
 
 A command prints its tables, saves them, with the numbers behind them, in data/results/NAME.json,
@@ -926,6 +927,166 @@ def draw_scaling(fig, runs, costs):
     if first.get_legend_handles_labels()[0]:
         first.legend()
 
+# ---- runs: what train.py has left in its folders ----
+@dataclass
+class Run:
+    """What a folder's log.jsonl says of a run of train.py."""
+    folder: Path
+    settings: dict
+    lines: list                                 # {"step", "train_loss", ...} of each
+
+    @property
+    def recipe(self):
+        """The recipe with its overrides, and whether the run is a branch of another."""
+        overrides = {name: tuple(value) if isinstance(value, list) else value
+                     for name, value in self.settings["overrides"].items()}
+        settings = argparse.Namespace(**self.settings | {"overrides": overrides})
+        return train.variant(settings) + (", branched" if settings.branch else "")
+
+    @property
+    def kind(self):
+        """The key of COLORS."""
+        return kind_of(self.settings["recipe"], self.settings["overrides"].get("fmt"))
+
+    @property
+    def done(self):
+        """Steps done, as far as the log goes."""
+        return self.lines[-1]["step"] if self.lines else 0
+
+    def logged(self, name):
+        """{step: value} of the lines that have a value."""
+        return {line["step"]: line[name] for line in self.lines
+                if line.get(name) is not None}
+
+    def errors(self, bf16):
+        """{step: loss error} at the steps where both runs were validated."""
+        losses = bf16.logged("val_loss") if bf16 else {}
+        return {step: loss / losses[step] - 1
+                for step, loss in self.logged("val_loss").items() if step in losses}
+
+def read_run(folder):
+    """The run in a folder, or None if its log.jsonl is not the log of a run. A last
+    line that is half written is skipped."""
+    try:
+        first, *lines = train.read_log(folder / "log.jsonl")
+        run = Run(folder, first["settings"], lines)
+        run.settings["model"], run.settings["seed"], int(run.settings["steps"])
+        run.recipe, run.kind, [int(line["step"]) for line in lines]
+        return run
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+def find_runs(folders):
+    """(the runs in and under these folders, the folders whose log can't be read)"""
+    found, unusable = {}, []
+    for top in map(Path, folders):
+        for log in sorted(top.rglob("log.jsonl")):
+            folder = log.parent
+            # train.py renames an earlier run so; it is shown only to those who name it
+            earlier = any(re.search(r"-previous-\d+$", part)
+                          for part in folder.relative_to(top).parts)
+            if earlier or folder.resolve() in found:
+                continue
+            if run := read_run(folder):
+                found[folder.resolve()] = run
+            else:
+                unusable.append(folder)
+    return list(found.values()), unusable
+
+def bf16_run_of(run):
+    """The finished bf16 run beside this one that train.py compares it with, or None.
+
+    It has the same settings, except for the recipe and for what may change on resuming.
+    But it has as many steps, for the learning rate depends on them, and is no branch.
+    """
+    wanted = run.settings | {
+        "recipe": "bf16", "overrides": {}, "keep_bf16": 0, "branch": None}
+    may_differ = train.RESUMABLE - {"steps", "warmup", "branch"} | {"row"}
+    for log in sorted(run.folder.resolve().parent.glob("*/log.jsonl")):
+        other = read_run(log.parent)
+        if (other and other.done == run.settings["steps"] and other.logged("val_loss")
+                and not train.differences(wanted, other.settings, may_differ)):
+            return other
+    return None
+
+def runs_table(pairs):
+    """A row for each (run, its bf16 run or None)."""
+    rows = [["model", "recipe", "seed", "steps", "validation loss", "loss error",
+             "noise, %", "tokens/s", "folder"]]
+    for run, bf16 in pairs:
+        def last(values, form):
+            """The last of {step: value}, with its step if the run has gone on since."""
+            if not values:
+                return ""
+            step, value = max(values.items())
+            return form.format(value) + (f" at {step}" if step < run.done else "")
+        if bf16 is None:
+            error = "no bf16 run"
+        elif bf16.folder.samefile(run.folder):
+            error = "is the baseline"
+        else:
+            error = last(run.errors(bf16), "{:+.2%}")
+        noise = {step: 100 * value for step, value in run.logged("noise").items()}
+        speeds = run.logged("tokens_per_s").values()
+        rows.append([
+            run.settings["model"], run.recipe, str(run.settings["seed"]),
+            f"{run.done} of {run.settings['steps']}",
+            last(run.logged("val_loss"), "{:.4f}"), error, last(noise, "{:.3f}"),
+            f"{statistics.median(speeds):,.0f}" if speeds else "", str(run.folder)])
+    return measured(rows)
+
+def bench_runs(args):
+    """A table of the runs under args.dirs, and runs.png beside them."""
+    runs, unusable = find_runs(args.dirs)
+    for folder in unusable:
+        print(f"{folder}: its log.jsonl is not the log of a run; skipped")
+    for top in args.dirs:
+        if not any(run.folder.is_relative_to(top) for run in runs):
+            print(f"{top} has no run of train.py")
+    if not runs:
+        sys.exit("bench.py: no run to show; python train.py --recipe bf16 makes one")
+    runs.sort(key=lambda run: (run.settings["model"], run.kind != "BF16", run.recipe,
+                               run.settings["seed"]))
+    pairs = [(run, bf16_run_of(run)) for run in runs]
+    print_table(runs_table(pairs))
+    top = args.dirs[0]
+    path = (top.parent if (top / "log.jsonl").exists() else top) / "runs.png"
+    figure(path, (9, 7.5), draw_runs, pairs)
+    print(f"curves: {path}")
+
+def draw_runs(fig, pairs):
+    """Losses above, and below them the loss error of each run, both over the steps. A
+    format has a colour, its recipes have different lines, and seeds look alike."""
+    loss, error = fig.subplots(2, 1, sharex=True)
+    models = sorted({run.settings["model"] for run, _ in pairs})
+    looks, used, validated, trained = {}, collections.Counter(), [], []
+    for run, bf16 in pairs:
+        name = ", ".join([run.settings["model"]] * (len(models) > 1) + [run.recipe])
+        new = name not in looks
+        if new:
+            line = ("-", "--", ":", "-.")[used[run.kind] % 4]
+            looks[name] = {"color": COLORS[run.kind], "ls": line}
+            used[run.kind] += 1
+        percent = {step: 100 * value for step, value in run.errors(bf16).items()}
+        for ax, curve in ((loss, run.logged("val_loss")), (error, percent)):
+            ax.plot(curve.keys(), curve.values(), marker="o", ms=3.5, lw=2,
+                    label=name if new else None, **looks[name])
+        training = run.logged("train_loss")
+        loss.plot(training.keys(), training.values(), lw=0.6, alpha=0.4,
+                  color=COLORS[run.kind])
+        validated += run.logged("val_loss").values()
+        trained += training.values()
+    if validated:                       # the first training losses would be far above
+        low, high = min(validated + trained), max(validated)
+        margin = 0.1 * (high - low) or 0.1
+        loss.set_ylim(low - margin, high + margin)
+    loss.set(ylabel="loss, nats a token",
+             title=f"{', '.join(models)}: validation loss (thin: training loss)")
+    loss.legend()
+    error.axhline(0, color="black", lw=0.8, zorder=0)
+    error.set(xlabel="steps", ylabel="loss error to BF16, %", xlim=(0, None),
+              title="validation loss relative to the bf16 run with the same settings")
+
 # ---- dispatch: what the kernels compile to on GPUs that need not be here ------------------------
 def calls():
     """{what: names of the operands, of rows and of columns, for torch.ops.ufp4.quantize}."""
@@ -1126,6 +1287,9 @@ def main(argv=None):
     commands.add_parser("train", add_help=False, help="takes the flags of train.py")
     p = commands.add_parser("plan", allow_abbrev=False, help="takes the flags of train.py too")
     p.add_argument("--gpus", type=train.positive, default=1, metavar="N")
+    p = commands.add_parser("runs", help="your runs of train.py: a table and curves")
+    p.add_argument("dirs", nargs="*", type=Path, default=[Path("out")], metavar="DIR",
+                   help="a run's folder, or one that holds runs (default: out)")
     for name in ("bias", "sqnr", "cpu", "dispatch", "kernels", "tune", "readme"):
         commands.add_parser(name)
     studies = {"loss": (["nano"], 10), "ablate": (["nano"], 10), "scaling": ([*SIZES], 5)}
