@@ -993,21 +993,30 @@ def find_runs(folders):
                 unusable.append(folder)
     return list(found.values()), unusable
 
-def bf16_run_of(run):
-    """The finished bf16 run beside this one that train.py compares it with, or None.
+def bf16_run_of(run, others):
+    """Of these runs the one that train.py would compare this run with, or None.
 
-    It has the same settings, except for the recipe and for what may change on resuming.
-    But it has as many steps, for the learning rate depends on them, and is no branch.
+    It is a finished bf16 run with the same settings, except for the recipe and for what
+    may change on resuming. But it has as many steps, for the learning rate depends on
+    them, and it is no branch.
     """
     wanted = run.settings | {
         "recipe": "bf16", "overrides": {}, "keep_bf16": 0, "branch": None}
     may_differ = train.RESUMABLE - {"steps", "warmup", "branch"} | {"row"}
-    for log in sorted(run.folder.resolve().parent.glob("*/log.jsonl")):
-        other = read_run(log.parent)
-        if (other and other.done == run.settings["steps"] and other.logged("val_loss")
+    for other in others:
+        if (other.done == run.settings["steps"] and other.logged("val_loss")
                 and not train.differences(wanted, other.settings, may_differ)):
             return other
     return None
+
+def paired(runs):
+    """[(run, its bf16 run or None)]. Like train.py this looks in the folders beside."""
+    @functools.cache
+    def inside(parent):
+        found = [read_run(log.parent) for log in sorted(parent.glob("*/log.jsonl"))]
+        return [run for run in found if run]
+    return [(run, bf16_run_of(run, inside(run.folder.resolve().parent)))
+            for run in runs]
 
 def runs_table(pairs):
     """A row for each (run, its bf16 run or None)."""
@@ -1047,10 +1056,10 @@ def bench_runs(args):
         sys.exit("bench.py: no run to show; python train.py --recipe bf16 makes one")
     runs.sort(key=lambda run: (run.settings["model"], run.kind != "BF16", run.recipe,
                                run.settings["seed"]))
-    pairs = [(run, bf16_run_of(run)) for run in runs]
+    pairs = paired(runs)
     print_table(runs_table(pairs))
-    top = args.dirs[0]
-    path = (top.parent if (top / "log.jsonl").exists() else top) / "runs.png"
+    top = next(top for top in args.dirs if top.exists())
+    path = (top.resolve().parent if (top / "log.jsonl").exists() else top) / "runs.png"
     figure(path, (9, 7.5), draw_runs, pairs)
     print(f"curves: {path}")
 

@@ -1541,7 +1541,7 @@ def test_bench_runs_are_compared_with_the_bf16_run_of_the_same_settings(
     (out / "broken/log.jsonl").write_text("not a log\n")
 
     runs, unusable = bench.find_runs([out, out / "e2m1"])           # one of them twice
-    head, *rows = bench.runs_table([(run, bench.bf16_run_of(run)) for run in runs])
+    head, *rows = bench.runs_table(bench.paired(runs))
     found = {Path(row[-1]).name: dict(zip(head, row)) for row in rows}
     assert unusable == [out / "broken"] and len(rows) == len(found)
     assert set(found) == {"bf16", "e2m1", "another-seed", "longer", "begun", "stopped"}
