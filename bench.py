@@ -11,7 +11,8 @@
     python bench.py tune        which tiles and registers quantize fastest on this GPU
     python bench.py plan        memory and bounds on speed of a run, by the flags of train.py
     python bench.py train       train.py with the recipes below besides its own
-    python bench.py readme      write the tables of both README.md anew
+    python bench.py runs        your own runs of train.py, as a table and as curves
+    python bench.py readme      tables and figures again, from the records
 
 A command prints its tables, saves them, with the numbers behind them, in data/results/NAME.json,
 and puts them into both README.md; some draw NAME.png. loss, ablate and scaling save each run as it
@@ -21,6 +22,7 @@ import argparse
 import collections
 import concurrent.futures
 import functools
+import io
 import itertools
 import json
 import math
@@ -67,13 +69,22 @@ def save(name, results):
     part.write_text("{" + lines.replace("[{", "[\n{").replace("}, {", "},\n{") + "}\n")
     os.replace(part, RESULTS / f"{name}.json")
 
+def print_table(rows):
+    """Print rows of text in aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        print("  ".join(map(str.ljust, row, widths)).rstrip())
+    print()
+
 def finish(name, tables, results=None):
-    """Print tables {marker in a page: rows of text, the head first}, save them, fill the pages."""
+    """Print the tables {marker in a page: rows of text, the head first}. Save them,
+    draw the figures, fill the pages."""
     for rows in tables.values():
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        print(*("  ".join(map(str.ljust, row, widths)) for row in rows), "", sep="\n")
-    save(name, {**(results or {}), "machine": machine(), "tables": tables})
-    bench_readme()
+        print_table(rows)
+    results = {**(results or {}), "machine": machine(), "tables": tables}
+    save(name, results)
+    draw_figures(name, results, RESULTS)
+    fill_pages()
 
 def fill_tables(page):
     """A page's text with each block between <!-- NAME --> and <!-- /NAME --> made anew."""
@@ -89,16 +100,102 @@ def fill_tables(page):
         return "\n".join([f"<!-- {found[1]} -->", *lines, f"<!-- /{found[1]} -->"])
     return re.sub(r"<!-- (\S+) -->\n.*?<!-- /\1 -->", block, page, flags=re.S)
 
-def bench_readme(args=None):
+def fill_pages():
     for page in PAGES:
         page.write_text(fill_tables(page.read_text()))
 
-def figure(name, columns, draw, *given, height=3.4):
-    """draw(axes, *given) on `columns` axes side by side, into NAME.png."""
+def bench_readme(args):
+    """Write the tables and draw the figures from the records, without measuring."""
+    fill_pages()
+    for name in ("bias", "loss", "ablate", "scaling"):
+        draw_figures(name, json.loads((RESULTS / f"{name}.json").read_text()), RESULTS)
+
+# ---- Figures: one colour for each format, and a name in words for each recipe ----
+COLORS = {"BF16": "#7f7f7f", "E1M2": "#1f77b4", "E2M1": "#d62728",
+          "NVFP4, MXFP4": "#d9730d", "E1M2 and E2M1": "#8a4fb5", "other": "black"}
+
+# {a key of COLORS: {recipe: its name in figures}}
+IN_WORDS = {
+    "BF16": {"bf16": "bf16"},
+    "E1M2": {
+        "ufp4": "ufp4",
+        "ufp4-int4": "ufp4 in INT4 codes",
+        "ufp4-e4m3": "ufp4 with E4M3 scales",
+        "ufp4-mx": "ufp4 with MX scales",
+        "ufp4-rht-none": "ufp4, no RHT",
+        "ufp4-rht-wgrad": "ufp4, RHT on wgrad alone",
+        "ufp4-rht-dgrad-wgrad": "ufp4, RHT on dgrad and wgrad",
+        "ufp4-rht-fprop-wgrad": "ufp4, RHT on fprop and wgrad",
+        "ufp4-sr-none": "ufp4, no stochastic rounding",
+        "ufp4-sr-x-dy": "ufp4, SR on X and dY",
+        "ufp4-sr-x-w-dy": "ufp4, SR on X, W and dY",
+        "ufp4-shrunk": "ufp4, rescaled to slope 0.996"},
+    "E2M1": {
+        "e2m1": "e2m1 (RHT on wgrad alone)",
+        "e2m1-full-rht": "E2M1, RHT on all three GEMMs",
+        "e2m1-debiased": "E2M1, rescaled to slope 1",
+        "e2m1-max2": "E2M1 cut off above 2",
+        "e2m1-max3": "E2M1 cut off above 3",
+        "e2m1-max4": "E2M1 cut off above 4",
+        "four-over-six": "four-over-six (E2M1)"},
+    "NVFP4, MXFP4": {
+        "nvfp4": "nvfp4 (E2M1, E4M3 scales)",
+        "mxfp4": "mxfp4 (E2M1, MX scales)"},
+    "E1M2 and E2M1": {
+        "mixfp4": "mixfp4 (E1M2 or E2M1)",
+        "ufp4-fprop-in-e2m1": "ufp4, but E2M1 in fprop",
+        "ufp4-dgrad-in-e2m1": "ufp4, but E2M1 in dgrad",
+        "ufp4-wgrad-in-e2m1": "ufp4, but E2M1 in wgrad"}}
+WORDS = {recipe: name for names in IN_WORDS.values() for recipe, name in names.items()}
+
+def kind_of(recipe, fmt=None):
+    """The key of COLORS for a recipe, or for a format that replaces its own."""
+    for kind, names in IN_WORDS.items():
+        if recipe in names and not fmt:
+            return kind
+    fmt = fmt or getattr(getattr(RECIPES.get(recipe), "fmt", None), "name", "")
+    for start, kind in (("e2m1", "E2M1"), ("e1m2", "E1M2"), ("int4", "E1M2")):
+        if fmt.startswith(start):
+            return kind
+    return "other"
+
+def legend_of_kinds(ax, kinds, **where):
+    """Name the colours of these kinds in a legend, in the order of COLORS."""
+    from matplotlib.lines import Line2D
+    shown = [kind for kind in COLORS if kind in kinds]
+    ax.legend([Line2D([], [], color=COLORS[kind], marker="o") for kind in shown], shown,
+              **where)
+
+def figure(path, size, draw, *given):
+    """draw(fig, *given) on a figure of (width, height) inches, into a PNG file. With a
+    palette in place of full colours the file has a third of the size."""
+    import matplotlib
     from matplotlib.figure import Figure
-    fig = Figure(figsize=(4.6 * columns, height), layout="constrained")
-    draw(fig.subplots(1, columns), *given)
-    fig.savefig(RESULTS / f"{name}.png", dpi=80)
+    from PIL import Image                       # which matplotlib requires
+    look = {"font.size": 12, "axes.titlesize": 12, "legend.fontsize": 11,
+            "axes.spines.top": False, "axes.spines.right": False}
+    with matplotlib.rc_context(look):
+        fig = Figure(figsize=size, layout="constrained")
+        draw(fig, *given)
+        fig.savefig(picture := io.BytesIO(), dpi=160)
+    Image.open(picture).convert("RGB").quantize(128).save(path, optimize=True)
+
+def draw_figures(name, results, folder):
+    """Draw what the records of data/results/NAME.json show, into a folder."""
+    command = name.split("-")[0]                # a quick look has its flags in its name
+    if command == "bias":
+        figure(folder / "bias.png", (10, 4.4), draw_bias, results["chain"])
+    if command == "scaling":
+        figure(folder / f"{name}.png", (6.4, 4.2), draw_scaling, results["runs"],
+               results["costs"])
+    if command in ("loss", "ablate"):
+        for model in sorted({r["model"] for r in results["runs"]}):
+            groups = GROUPS[command]
+            figure(folder / f"{name}-{model}.png",
+                   (10, 2 + 0.26 * sum(map(len, groups.values()))),
+                   draw_loss, results["runs"], model, groups)
+    if name == "loss":
+        figure(folder / "front.png", (7.6, 4.2), draw_front, results["runs"])
 
 # The 97.5% quantile of Student's t, by number of values (one more than degrees of freedom)
 STUDENT_T = dict(enumerate((12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262), 2))
@@ -271,30 +368,70 @@ def bench_bias(args):
             noisy = ufp4.fake_quantize(x, f, scale, stochastic=True, generator=g)
             scales[-1] += [cell(nearest, x), cell(noisy, x), f"{sqnr(nearest, x):.2f}"]
     chains = {f: chain(f) for f in GRIDS}
-    figure("bias", 2, draw_bias, chains)
     finish("bias", {"slopes": slopes, "scales": scales}, {"chain": chains})
 
-def draw_bias(axes, chains):
-    """Left, the bins, and the mean error in each that is lopsided, (l - r) / 2. Right, chains."""
-    bins, depth = axes
-    for y, f, color in ((1, "e2m1", "C3"), (0, "e1m2", "C0")):
-        levels, top = torch.tensor(FORMATS[f].levels), FORMATS[f].max
-        edges = torch.tensor([0, *(levels[1:] + levels[:-1]) / 2, top]) / top
-        bins.stairs([y + 0.25] * 8, edges, baseline=y - 0.25, fill=True, color=color, alpha=0.3)
-        bins.vlines(edges, y - 0.25, y + 0.25, color="w", lw=3)
-        bins.vlines(levels / top, y - 0.33, y + 0.33, color="k", lw=1.5)
-        for q, error in zip(levels[1:], (levels.diff()[:-1] - levels.diff()[1:]) / 4):
-            if error:
-                bins.text(q / top, y + 0.37, f"{error:g}", ha="center")
-        measured, product = zip(*chains[f])
-        gemms = range(1, 1 + len(measured))
-        depth.plot(gemms, measured, color=color, label=f"{f.upper()} measured")
-        depth.plot(gemms, product, "--", color=color, label="product of alphas")
-    bins.set(yticks=(0, 1), yticklabels=("E1M2", "E2M1"), xlabel="value / block maximum",
-             ylim=(-0.5, 1.6), title="Levels (lines), rounding bins, mean errors")
-    depth.set(xlabel="quantized GEMMs in a row", ylabel="attenuation of the signal",
-              title="Shrinkage compounds")
-    depth.legend(fontsize=8)
+def draw_bins(ax, fmt):
+    """The levels of a grid on a number line, and each level's rounding bin.
+
+    A bin reaches l below its level and r above it. If values are spread evenly over the
+    bin, their mean rounding error is (l - r) / 2. Only bins where that is not 0 have a
+    colour.
+    """
+    levels, name, lopsided = fmt.levels, fmt.name.upper(), {}
+    edges = [0, *((a + b) / 2 for a, b in zip(levels, levels[1:])), fmt.max]
+    gap = 0.003 * fmt.max                       # so that one sees where a bin ends
+    for q, low, high in zip(levels, edges, edges[1:]):
+        error = ((q - low) - (high - q)) / 2
+        color, alpha = "#e4e4e4", 1
+        if 0 < q < fmt.max and error:           # the outermost bins have one side only
+            lopsided[q] = error, low, high
+            color, alpha = COLORS[kind_of("", fmt.name)], 0.55
+        ax.barh(0, high - low - 2 * gap, left=low + gap, height=1, color=color,
+                alpha=alpha)
+    ax.vlines(levels, -0.5, 0.5, color="black", lw=2)
+    for q, (error, _, _) in lopsided.items():
+        ax.text(q, 0.58, f"{error:g}".replace("-", "\N{MINUS SIGN}"), ha="center")
+    if lopsided:
+        q = max(lopsided)                       # its bin has the most room for l and r
+        for side, edge in zip("lr", lopsided[q][1:]):
+            arrow = {"arrowstyle": "->", "shrinkA": 0, "shrinkB": 0, "lw": 1.5}
+            ax.annotate("", (edge, -0.15), (q, -0.15), arrowprops=arrow)
+            ax.text((q + edge) / 2, -0.05, side, ha="center", style="italic")
+        which = " and ".join(f"{q:g}" for q in lopsided)
+        finding = (f"the bins of {which} are lopsided,\n"
+                   "with a mean error of (l \N{MINUS SIGN} r) / 2")
+    else:
+        finding = "no bin is lopsided"
+    ax.set_title(f"{name}: {finding}")
+    ax.set(xticks=levels, xticklabels=[f"{q:g}" for q in levels], yticks=[],
+           xlim=(-0.02 * fmt.max, 1.02 * fmt.max),
+           ylim=(-0.5, 0.9 if lopsided else 0.6),
+           xlabel=f"levels of {name} and their rounding bins")
+    ax.spines["left"].set_visible(False)
+
+def draw_bias(fig, chains):
+    """Left, the bins of both grids. Right, the signal after many quantized GEMMs."""
+    axes = fig.subplot_mosaic([["e2m1", "depth"], ["e1m2", "depth"]],
+                              height_ratios=(1.6, 1), width_ratios=(1.1, 1))
+    fig.get_layout_engine().set(hspace=0.1)
+    depth, findings = axes["depth"], []
+    for f in GRIDS:
+        draw_bins(axes[f], FORMATS[f])
+        name, color = f.upper(), COLORS[kind_of("", f)]
+        signal, product = zip(*chains[f])
+        gemms, change = range(1, 1 + len(signal)), signal[-1] - 1
+        depth.plot(gemms, signal, color=color, lw=4, label=f"{name}, measured")
+        depth.plot(gemms, product, "--", color="black", lw=1.2,
+                   label="product of the slopes alpha" if f == GRIDS[-1] else None)
+        depth.annotate(f"{signal[-1]:.2f}", (len(signal), signal[-1]), (4, 0),
+                       textcoords="offset points", va="center", color=color)
+        findings.append(f"{name} loses {-change:.0%} of the signal" if change < 0 else
+                        f"{name} does not shrink ({change:+.0%})")
+    depth.axhline(1, color="black", lw=0.8)
+    depth.set(xlabel="n, quantized GEMMs in a row", ylim=(0, None), xlim=(0, None),
+              ylabel="signal left after n GEMMs (1 = all)",
+              title=f"In {len(gemms)} GEMMs " + ",\n".join(findings))
+    depth.legend(loc="lower left")
 
 # ---- lesson: python ufp4.py ---------------------------------------------------------------------
 
@@ -593,9 +730,6 @@ def bench_loss(args):
     groups = GROUPS[args.command]
     recipes = sum(groups.values(), [])
     results = train_all(args, recipes)
-    for model in args.models:
-        figure(f"{args.name}-{model}", 2, draw_loss, results["runs"], model, groups,
-               height=1.4 + 0.2 * len(recipes))
     finish(args.name, loss_tables(args.name, results["runs"], groups), results)
 
 bench_ablate = bench_loss
@@ -634,24 +768,86 @@ def recipe_table(runs, model, groups, published):
         rows.append([f"correlation with branched, over {len(fprop)}", *[""] * 7, *found, ""])
     return measured(rows)
 
-def draw_loss(axes, runs, model, groups):
-    """Loss errors less ufp4's; loss error against the noise of fprop. A colour a group."""
-    (differences, scatter), names, fprop = axes, [], fprop_of(runs, model)
-    for at, recipes in enumerate(groups.values()):
-        look = {"fmt": "o", "ms": 4, "color": f"C{at % 10}"}
-        for recipe in recipes:
-            found = contrast(runs, model, {recipe: 100, "ufp4": -100})
-            if recipe != "ufp4" and found:
-                differences.errorbar(found[0], -len(names), xerr=found[1] or 0, **look)
-                names.append(recipe)
-            if recipe in fprop:
-                error, half = contrast(runs, model, {recipe: 100})
-                scatter.errorbar(100 * fprop[recipe][1], error, yerr=half or 0, lw=0.8, **look)
-    differences.axvline(0, color="k", lw=0.6)
-    differences.set(yticks=range(0, -len(names), -1), yticklabels=names,
-                    title=f"{model}, branched", xlabel="loss error less ufp4's, % of BF16's loss")
-    scatter.set(xlabel="noise of fprop, % of its outputs' power", ylabel="loss error to BF16, %",
-                xlim=(0, None), ylim=(0, None), title="Loss error against noise")
+def draw_loss(fig, runs, model, groups):
+    """Left, what each recipe loses more than ufp4. Right, loss error against noise."""
+    extra, scatter = fig.subplots(1, 2)
+    names, kinds, points, fprop = [], set(), [], fprop_of(runs, model)
+    for recipe in dict.fromkeys(sum(groups.values(), [])):
+        found = contrast(runs, model, {recipe: 100, "ufp4": -100})
+        if not found or not math.isfinite(found[0]):
+            continue                    # it shares no seed with ufp4, or it diverged
+        kinds.add(kind_of(recipe))
+        look = {"fmt": "o", "ms": 6, "color": COLORS[kind_of(recipe)]}
+        if recipe != "ufp4":
+            extra.errorbar(found[0], len(names), xerr=found[1] or 0, lw=2, **look)
+            names.append(WORDS.get(recipe, recipe))
+        if recipe in fprop:
+            noise = 100 * fprop[recipe][1]
+            error, half = contrast(runs, model, {recipe: 100})
+            scatter.errorbar(noise, error, yerr=half or 0, lw=1, **look)
+            points.append((noise, error))
+    grid, shrinkage = (contrast(runs, model, EFFECTS[f"effect of {cause}"])
+                       for cause in ("the grid", "shrinking"))
+    part, finding = reduction(runs, [model]), f"{model}: extra loss"
+    if grid and shrinkage:
+        finding = (f"E2M1's grid costs {text(grid)}% of the loss,\n"
+                   f"its shrinkage {text(shrinkage)}%").replace("-0.00", "0.00")
+    elif part:
+        finding = f"ufp4's loss error is {text(part, 0)}% smaller\nthan that of e2m1"
+    extra.axvline(0, color="black", lw=0.8)
+    extra.set(yticks=range(len(names)), yticklabels=names, title=finding,
+              ylim=(len(names) - 0.4, -0.6),
+              xlabel="extra loss compared with ufp4,\n% of the BF16 loss")
+    extra.grid(axis="y", color="#eeeeee")
+    extra.set_axisbelow(True)
+    finding = "Loss error and the noise of fprop"
+    if len(points) > 4:
+        finding += f":\ncorrelation {statistics.correlation(*zip(*points)):.2f}"
+    scatter.set(xlim=(0, None), ylim=(0, None), title=finding,
+                xlabel="noise of fprop: error power,\n% of the outputs' power",
+                ylabel="loss error to BF16, %")
+    scatter.locator_params(nbins=5)
+    legend_of_kinds(scatter, kinds, loc="upper left", title="bars: 95% intervals")
+
+# The bars of the front page, and what stands under each
+FRONT = {"bf16": "bf16\nno quantization", "ufp4": "ufp4\nuniform grid",
+         "e2m1": "e2m1\nfloat grid", "nvfp4": "nvfp4\nafter NVIDIA"}
+
+def draw_front(fig, runs, model="nano"):
+    """A bar for each recipe of FRONT, and a hollow bar where the paper has a value."""
+    ax, published = fig.subplots(), PAPER["loss", model]
+    millions = counted(train.parse_args(MODELS[model]))[1] / 1e6
+    for at, recipe in enumerate(FRONT):
+        color, left = COLORS[kind_of(recipe)], at - 0.2 * (recipe in published)
+        mean, half = contrast(runs, model, {recipe: 100}) or (math.nan, None)
+        if recipe == "bf16":
+            ax.text(at, 0.03, "0", ha="center", va="bottom")
+        elif math.isfinite(mean):
+            ax.bar(left, mean, 0.36, yerr=half or 0, color=color, capsize=5)
+            ax.text(left, mean + (half or 0) + 0.02, f"{mean:.2f}", ha="center")
+            seeds = len(errors_of(runs, model, recipe))
+            ax.text(left, 0.03, f"{seeds}\nseeds", ha="center", color="white")
+        if recipe in published:
+            value = float(published[recipe])
+            ax.bar(at + 0.2, value, 0.34, facecolor="white", edgecolor=color, lw=2)
+            ax.text(at + 0.2, value + 0.02, f"{value:.2f}", ha="center")
+    # two bars of no height, for the legend
+    ax.bar(0, math.nan, color="#666666",
+           label=f"measured here: {millions:.1f}M parameters, last third of training\n"
+           "under the recipe, 95% intervals over seeds")
+    ax.bar(0, math.nan, facecolor="white", edgecolor="#666666", lw=2,
+           label="the paper: 1.5B parameters")
+    ours, finding = reduction(runs, [model]), "Loss error of three recipes"
+    if ours:
+        paper = 1 - float(published["ufp4"]) / float(published["e2m1"])
+        finding = (f"ufp4 loses {text(ours, 0)}% less than e2m1; "
+                   f"in the paper {paper:.0%}")
+    ax.axhline(0, color="black", lw=0.8)
+    ax.set(xticks=range(len(FRONT)), xticklabels=FRONT.values(), title=finding,
+           xlim=(-0.5, len(FRONT) - 0.5), ylim=(0, 1.4 * ax.get_ylim()[1]),
+           ylabel="loss error above BF16, %")
+    ax.locator_params(axis="y", nbins=5)
+    ax.legend(loc="upper left", frameon=False)
 
 # ---- scaling: against compute -------------------------------------------------------------------
 SCALED = ("e2m1", "ufp4", "e2m1-full-rht")
@@ -670,7 +866,6 @@ def bench_scaling(args):
         _, total, _, flops = counted(s)
         costs[model] = [total, flops * s.steps * s.batch_size * s.seq_len]
     costs = dict(sorted(costs.items(), key=lambda item: (item[0].split("-")[0], item[1])))
-    figure(args.name, 1, draw_scaling, results["runs"], costs)
     table = scaling_table(results["runs"], costs)
     finish(args.name, {args.name: table}, results | {"costs": costs})
 
@@ -701,17 +896,205 @@ def scaling_table(runs, costs):
             rows.append([f"{kind}, all sizes", *[""] * (len(SCALED) + 3), text(found, digits=0)])
     return measured(rows)
 
-def draw_scaling(ax, runs, costs):
-    looks = itertools.product((("dense", "o-"), ("moe", "o--")), zip(SCALED, ("C3", "C0", "C1")))
-    for (kind, style), (recipe, color) in looks:
-        found = {c: contrast(runs, m, {recipe: 100}) for m, c in sizes_of(kind, costs).items()}
-        found = {c: error for c, error in found.items() if error}
-        if found:
-            means, halves = zip(*found.values())
-            ax.errorbar(found.keys(), means, yerr=[half or 0 for half in halves], fmt=style, ms=3,
-                        color=color, capsize=3, label=f"{recipe}, {kind}")
-    ax.set(xscale="log", xlabel="training FLOPs", ylabel="loss error to BF16, %")
-    ax.legend(fontsize=7)
+def draw_scaling(fig, runs, costs):
+    """Loss error against size: left the dense models, right the mixtures of experts."""
+    kinds = {name: [*sizes_of(kind, costs)]
+             for name, kind in (("dense", "dense"), ("mixtures", "moe"))}
+    kinds = {name: models for name, models in kinds.items() if models}
+    if not kinds:                       # only presets, which are no series of sizes
+        return
+    widths = [1 + len(models) for models in kinds.values()]
+    panels = fig.subplots(1, len(kinds), squeeze=False, sharey=True,
+                          width_ratios=widths)
+    for ax, (name, models) in zip(panels[0], kinds.items()):
+        for shift, recipe in ((-0.08, "e2m1"), (0.08, "ufp4")):     # bars side by side
+            found = {place + shift: contrast(runs, model, {recipe: 100})
+                     for place, model in enumerate(models)}
+            found = {place: error for place, error in found.items() if error}
+            if found:
+                means, halves = zip(*found.values())
+                ax.errorbar(found.keys(), means, yerr=[half or 0 for half in halves],
+                            fmt="o-", ms=6, lw=2, elinewidth=1.5, capsize=4,
+                            color=COLORS[kind_of(recipe)], label=recipe)
+        part = reduction(runs, models)
+        ax.set(xticks=range(len(models)),
+               xticklabels=[f"{costs[model][0] / 1e6:.1f}" for model in models],
+               xlim=(-0.5, len(models) - 0.5), ylim=(0, None),
+               xlabel="million parameters",
+               title=f"{name}: ufp4 loses\n{text(part, 0)}% less" if part else name)
+    first = panels[0, 0]
+    first.set_ylabel("loss error to BF16, %")
+    if first.get_legend_handles_labels()[0]:
+        first.legend()
+
+# ---- runs: what train.py has left in its folders ----
+@dataclass
+class Run:
+    """What a folder's log.jsonl says of a run of train.py."""
+    folder: Path
+    settings: dict
+    lines: list                                 # {"step", "train_loss", ...} of each
+
+    @property
+    def recipe(self):
+        """The recipe with its overrides, and whether the run is a branch of another."""
+        overrides = {name: tuple(value) if isinstance(value, list) else value
+                     for name, value in self.settings["overrides"].items()}
+        settings = argparse.Namespace(**self.settings | {"overrides": overrides})
+        return train.variant(settings) + (", branched" if settings.branch else "")
+
+    @property
+    def kind(self):
+        """The key of COLORS."""
+        return kind_of(self.settings["recipe"], self.settings["overrides"].get("fmt"))
+
+    @property
+    def done(self):
+        """Steps done, as far as the log goes."""
+        return self.lines[-1]["step"] if self.lines else 0
+
+    def logged(self, name):
+        """{step: value} of the lines that have a value."""
+        return {line["step"]: line[name] for line in self.lines
+                if line.get(name) is not None}
+
+    def errors(self, bf16):
+        """{step: loss error} at the steps where both runs were validated."""
+        losses = bf16.logged("val_loss") if bf16 else {}
+        return {step: loss / losses[step] - 1
+                for step, loss in self.logged("val_loss").items() if step in losses}
+
+def read_run(folder):
+    """The run in a folder, or None if its log.jsonl is not the log of a run. A last
+    line that is half written is skipped."""
+    try:
+        first, *lines = train.read_log(folder / "log.jsonl")
+        run = Run(folder, first["settings"], lines)
+        run.settings["model"], run.settings["seed"], int(run.settings["steps"])
+        run.recipe, run.kind, [int(line["step"]) for line in lines]
+        return run
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+def find_runs(folders):
+    """(the runs in and under these folders, the folders whose log can't be read)"""
+    found, unusable = {}, []
+    for top in map(Path, folders):
+        for log in sorted(top.rglob("log.jsonl")):
+            folder = log.parent
+            # train.py renames an earlier run so; it is shown only to those who name it
+            earlier = any(re.search(r"-previous-\d+$", part)
+                          for part in folder.relative_to(top).parts)
+            if earlier or folder.resolve() in found:
+                continue
+            if run := read_run(folder):
+                found[folder.resolve()] = run
+            else:
+                unusable.append(folder)
+    return list(found.values()), unusable
+
+def bf16_run_of(run, others):
+    """Of these runs the one that train.py would compare this run with, or None.
+
+    It is a finished bf16 run with the same settings, except for the recipe and for what
+    may change on resuming. But it has as many steps, for the learning rate depends on
+    them, and it is no branch.
+    """
+    wanted = run.settings | {
+        "recipe": "bf16", "overrides": {}, "keep_bf16": 0, "branch": None}
+    may_differ = train.RESUMABLE - {"steps", "warmup", "branch"} | {"row"}
+    for other in others:
+        if (other.done == run.settings["steps"] and other.logged("val_loss")
+                and not train.differences(wanted, other.settings, may_differ)):
+            return other
+    return None
+
+def paired(runs):
+    """[(run, its bf16 run or None)]. Like train.py this looks in the folders beside."""
+    @functools.cache
+    def inside(parent):
+        found = [read_run(log.parent) for log in sorted(parent.glob("*/log.jsonl"))]
+        return [run for run in found if run]
+    return [(run, bf16_run_of(run, inside(run.folder.resolve().parent)))
+            for run in runs]
+
+def runs_table(pairs):
+    """A row for each (run, its bf16 run or None)."""
+    rows = [["model", "recipe", "seed", "steps", "validation loss", "loss error",
+             "noise, %", "tokens/s", "folder"]]
+    for run, bf16 in pairs:
+        def last(values, form):
+            """The last of {step: value}, with its step if the run has gone on since."""
+            if not values:
+                return ""
+            step, value = max(values.items())
+            return form.format(value) + (f" at {step}" if step < run.done else "")
+        if bf16 is None:
+            error = "no bf16 run"
+        elif bf16.folder.samefile(run.folder):
+            error = "is the baseline"
+        else:
+            error = last(run.errors(bf16), "{:+.2%}")
+        noise = {step: 100 * value for step, value in run.logged("noise").items()}
+        speeds = run.logged("tokens_per_s").values()
+        rows.append([
+            run.settings["model"], run.recipe, str(run.settings["seed"]),
+            f"{run.done} of {run.settings['steps']}",
+            last(run.logged("val_loss"), "{:.4f}"), error, last(noise, "{:.3f}"),
+            f"{statistics.median(speeds):,.0f}" if speeds else "", str(run.folder)])
+    return measured(rows)
+
+def bench_runs(args):
+    """A table of the runs under args.dirs, and runs.png beside them."""
+    runs, unusable = find_runs(args.dirs)
+    for folder in unusable:
+        print(f"{folder}: its log.jsonl is not the log of a run; skipped")
+    for top in args.dirs:
+        if not any(run.folder.is_relative_to(top) for run in runs):
+            print(f"{top} has no run of train.py")
+    if not runs:
+        sys.exit("bench.py: no run to show; python train.py --recipe bf16 makes one")
+    runs.sort(key=lambda run: (run.settings["model"], run.kind != "BF16", run.recipe,
+                               run.settings["seed"]))
+    pairs = paired(runs)
+    print_table(runs_table(pairs))
+    top = next(top for top in args.dirs if top.exists())
+    path = (top.resolve().parent if (top / "log.jsonl").exists() else top) / "runs.png"
+    figure(path, (9, 7.5), draw_runs, pairs)
+    print(f"curves: {path}")
+
+def draw_runs(fig, pairs):
+    """Losses above, and below them the loss error of each run, both over the steps. A
+    format has a colour, its recipes have different lines, and seeds look alike."""
+    loss, error = fig.subplots(2, 1, sharex=True)
+    models = sorted({run.settings["model"] for run, _ in pairs})
+    looks, used, validated, trained = {}, collections.Counter(), [], []
+    for run, bf16 in pairs:
+        name = ", ".join([run.settings["model"]] * (len(models) > 1) + [run.recipe])
+        new = name not in looks
+        if new:
+            line = ("-", "--", ":", "-.")[used[run.kind] % 4]
+            looks[name] = {"color": COLORS[run.kind], "ls": line}
+            used[run.kind] += 1
+        percent = {step: 100 * value for step, value in run.errors(bf16).items()}
+        for ax, curve in ((loss, run.logged("val_loss")), (error, percent)):
+            ax.plot(curve.keys(), curve.values(), marker="o", ms=3.5, lw=2,
+                    label=name if new else None, **looks[name])
+        training = run.logged("train_loss")
+        loss.plot(training.keys(), training.values(), lw=0.6, alpha=0.4,
+                  color=COLORS[run.kind])
+        validated += run.logged("val_loss").values()
+        trained += training.values()
+    if validated:                       # the first training losses would be far above
+        low, high = min(validated + trained), max(validated)
+        margin = 0.1 * (high - low) or 0.1
+        loss.set_ylim(low - margin, high + margin)
+    loss.set(ylabel="loss, nats a token",
+             title=f"{', '.join(models)}: validation loss (thin: training loss)")
+    loss.legend()
+    error.axhline(0, color="black", lw=0.8, zorder=0)
+    error.set(xlabel="steps", ylabel="loss error to BF16, %", xlim=(0, None),
+              title="validation loss relative to the bf16 run with the same settings")
 
 # ---- dispatch: what the kernels compile to on GPUs that need not be here ------------------------
 def calls():
@@ -913,6 +1296,9 @@ def main(argv=None):
     commands.add_parser("train", add_help=False, help="takes the flags of train.py")
     p = commands.add_parser("plan", allow_abbrev=False, help="takes the flags of train.py too")
     p.add_argument("--gpus", type=train.positive, default=1, metavar="N")
+    p = commands.add_parser("runs", help="your runs of train.py: a table and curves")
+    p.add_argument("dirs", nargs="*", type=Path, default=[Path("out")], metavar="DIR",
+                   help="a run's folder, or one that holds runs (default: out)")
     for name in ("bias", "sqnr", "cpu", "dispatch", "kernels", "tune", "readme"):
         commands.add_parser(name)
     studies = {"loss": (["nano"], 10), "ablate": (["nano"], 10), "scaling": ([*SIZES], 5)}

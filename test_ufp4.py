@@ -1593,3 +1593,86 @@ def test_bench_pages_have_the_tables_of_the_files_and_these_follow_from_the_runs
         else:
             tables = bench.loss_tables(name, results["runs"], bench.GROUPS[name])
         assert tables == results["tables"]
+
+def test_bench_figures_are_drawn_from_the_records_and_name_each_recipe(tmp_path):
+    for groups in bench.GROUPS.values():
+        assert set(sum(groups.values(), [])) <= bench.WORDS.keys()
+    assert bench.kind_of("ufp4", "e2m1-max3") == bench.kind_of("e2m1") == "E2M1"
+    for name in ("bias", "loss", "ablate", "scaling"):
+        records = json.loads((bench.RESULTS / f"{name}.json").read_text())
+        bench.draw_figures(name, records, tmp_path)
+    drawn, kept = ({path.name for path in folder.glob("*.png")}
+                   for folder in (tmp_path, bench.RESULTS))
+    assert {"front.png", "bias.png"} <= drawn <= kept
+    for page in bench.PAGES:
+        for shown in re.findall(r"!\[.*?\]\((.*?)\)", page.read_text()):
+            assert (page.parent / shown).exists()
+
+def test_bench_lopsided_bins_are_drawn_in_units_of_the_grid():
+    from matplotlib.figure import Figure
+    marked = {}
+    for fmt in (E2M1, FORMATS["e1m2"]):
+        ax = Figure().subplots()
+        bench.draw_bins(ax, fmt)
+        assert ax.get_xlim()[0] < 0 < fmt.max < ax.get_xlim()[1] < 1.1 * fmt.max
+        assert [label.get_text() for label in ax.get_xticklabels()] == [
+            f"{level:g}" for level in fmt.levels]
+        marked |= {text.get_position()[0]: text.get_text() for text in ax.texts
+                   if text.get_text()}                  # an arrow has none
+    # the mean errors by hand, and l and r in the middle of 3.5 to 4 and of 4 to 5
+    assert marked == {2: "\u22120.125", 4: "\u22120.25", 3.75: "l", 4.5: "r"}
+
+def test_bench_runs_are_compared_with_the_bf16_run_of_the_same_settings(
+        settings, tmp_path, capsys):
+    out = tmp_path / "out"
+    bf16 = train.train(settings("--recipe", "bf16", "--out", str(out / "bf16")))
+    flags = "--recipe e2m1 --rht fprop,wgrad --keep-bf16 1 --out".split()
+    loss = train.train(settings(*flags, str(out / "e2m1")))
+    said_by_train = capsys.readouterr().out
+    header, *lines = train.read_log(out / "e2m1/log.jsonl")
+
+    def like_e2m1(name, lines=lines, torn="", **changed):
+        """The log of another run, its last line half written if torn."""
+        first = {**header, "settings": header["settings"] | changed}
+        (out / name).mkdir()
+        (out / name / "log.jsonl").write_text(
+            "".join(json.dumps(line) + "\n" for line in (first, *lines)) + torn)
+
+    like_e2m1("another-seed", seed=1)
+    like_e2m1("longer", steps=99)
+    like_e2m1("begun", lines=[])
+    like_e2m1("e2m1-previous-1")
+    like_e2m1("stopped", torn='{"step": 7, "train_lo', lines=[
+        line | {"noise": 0.004 if line["val_loss"] else None} for line in lines[:6]])
+    (out / "broken").mkdir()
+    (out / "broken/log.jsonl").write_text("not a log\n")
+
+    runs, unusable = bench.find_runs([out, out / "e2m1"])           # one of them twice
+    head, *rows = bench.runs_table(bench.paired(runs))
+    found = {Path(row[-1]).name: dict(zip(head, row)) for row in rows}
+    assert unusable == [out / "broken"] and len(rows) == len(found)
+    assert set(found) == {"bf16", "e2m1", "another-seed", "longer", "begun", "stopped"}
+    assert found["bf16"]["loss error"] == "is the baseline"
+    error = found["e2m1"]["loss error"]
+    assert error == f"{loss / bf16 - 1:+.2%}" and f"loss error {error}" in said_by_train
+    assert found["e2m1"]["recipe"] == "e2m1-rht.fprop+wgrad-keep_bf16.1"
+    assert found["another-seed"]["loss error"] == "no bf16 run"
+    assert found["longer"]["loss error"] == "no bf16 run"
+    assert found["begun"]["steps"] == "0 of 8" and found["begun"]["tokens/s"] == ""
+    stopped = found["stopped"]                  # compared at its last validation
+    assert stopped["steps"] == "6 of 8" and stopped["noise, %"] == "0.400 at 4"
+    at_4 = [train.read_log(out / name / "log.jsonl")[4]["val_loss"]
+            for name in ("e2m1", "bf16")]
+    assert stopped["validation loss"] == f"{at_4[0]:.4f} at 4"
+    assert stopped["loss error"] == f"{at_4[0] / at_4[1] - 1:+.2%} at 4"
+
+    bench.main(["runs", str(out)])
+    said = capsys.readouterr().out
+    assert "broken" in said and "previous" not in said and str(out / "runs.png") in said
+    assert (out / "runs.png").exists()
+    (out / "runs.png").unlink()
+    bench.main(["runs", str(out / "e2m1-previous-1"), str(out / "bf16")])   # by name
+    said = capsys.readouterr().out
+    assert "e2m1-previous-1" in said and (out / "runs.png").exists()
+    with pytest.raises(SystemExit, match="no run to show"):
+        bench.main(["runs", str(tmp_path / "nowhere")])
