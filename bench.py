@@ -230,37 +230,43 @@ def interleaved(functions, rounds):
     return [ms[2:] for ms in times]
 
 # ---- Experiments: recipes beside those of ufp4.py, which `bench.py train` knows too -------------
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Choosing(Quantizer):
-    """Each block takes fmt or `other`: what has the smaller squared error to nearest, for noise in
-    the choice would bias the result."""
+    """Each block takes the format, fmt or other, that has the smaller squared error.
+
+    The error is that of rounding to nearest. Under SR a choice by the error of the
+    random result would bias it."""
     other: ufp4.Format = ufp4.E1M2
 
-    def __call__(self, x, noise=None, dim=-1):
-        x = x.float() if self.signs is None else ufp4.rht(x, self.signs, dim)
-        blocks, found = lambda v: v.unflatten(dim, (-1, self.block)), []
+    def __call__(self, x, rand=None):
+        if self.stochastic and rand is None:
+            rand = ufp4.random_like(x)
+        x = self.blocks(x).flatten(-2)                      # rotated, if there are signs
+        errors, results = [], []
         for fmt in (self.fmt, self.other):
-            nearest = Quantizer(fmt, self.scale, self.block)(x, None, dim)
-            error = (blocks(nearest) - blocks(x)).double() ** 2
+            nearest = Quantizer(fmt, self.scale, self.block)(x)
+            error = (nearest - x).double().square().unflatten(-1, (-1, self.block))
+            errors.append(error.sum(-1, keepdim=True))
             q = Quantizer(fmt, self.scale, self.block, stochastic=self.stochastic)
-            found.append((error.sum(dim, keepdim=True), blocks(q(x, noise, dim))))
-        (error, first), (other_error, second) = found
-        return torch.where(other_error < error, second, first).flatten(dim - 1, dim)
+            results.append(q(x, rand).unflatten(-1, (-1, self.block)))
+        return torch.where(errors[1] < errors[0], results[1], results[0]).flatten(-2)
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Sloped(Quantizer):
-    """Rounded to nearest, rescaled so that <Q(x), x> / <x, x> is `slope`; SR stays as it is."""
+    """Rounds to nearest, and then rescales so that <Q(x), x> / <x, x> is `slope`.
+
+    What is rounded stochastically stays as it is."""
     slope: float = 1.0
 
-    def __call__(self, x, noise=None, dim=-1):
-        q = super().__call__(x, noise, dim)
+    def __call__(self, x, rand=None):
+        q = super().__call__(x, rand)
         if self.stochastic:
             return q
-        x = (x if self.signs is None else ufp4.rht(x, self.signs, dim)).double()
+        x = self.blocks(x).flatten(-2).double()
         factor = self.slope * x.square().sum() / (q * x).sum().clamp(min=1e-300)    # zeros: 0
         return q * factor.float()
 
-@dataclass(frozen=True)
+@dataclass
 class Experiment(Recipe):
     """A recipe whose quantizers are of another kind, or have `more` set, in all GEMMs or in one."""
     kind: type = Quantizer
@@ -432,40 +438,6 @@ def draw_bias(fig, chains):
               ylabel="signal left after n GEMMs (1 = all)",
               title=f"In {len(gemms)} GEMMs " + ",\n".join(findings))
     depth.legend(loc="lower left")
-
-# ---- lesson: python ufp4.py ---------------------------------------------------------------------
-
-def lesson():
-    """One block under both grids, without and with the RHT; then the slopes of the grids."""
-    def show(name, cells):
-        cells = [c if isinstance(c, str) else f"{c:.2f}" for c in cells]
-        print(f"{name:4}" + "".join(f"{c:>6}" for c in cells))
-    signs = ufp4.random_signs(0)
-    x = torch.tensor([0.5, 10.5, 0.75, 0.25, 0.5, 1.75, 1.5, -0.25,        # a typical such block
-                      -0.75, -0.25, 1.0, -1.0, 1.25, 0.5, -1.0, -1.5])
-    for v in (x, ufp4.rht(x, signs)):
-        print("A block of sixteen numbers, one of them an outlier" if v is x else
-              "\nThe same block, x S H: the outlier is spread out")
-        show("S", ["+" if sign > 0 else "-" for sign in signs])
-        show("x", v)
-        for fmt in (ufp4.E2M1, ufp4.E1M2):
-            quantizer = Quantizer(fmt)
-            s, codes, decoded = quantizer.snap(v)[1].item(), quantizer.pack(v).codes, quantizer(v)
-            levels = " ".join(f"{level:g}" for level in fmt.levels)
-            print(f"  {fmt.name}: levels {levels}; amax {v.abs().max():.3f} / {fmt.max:g} = s = "
-                  f"{s:.4f}; SQNR {sqnr(decoded, v):.2f} dB")
-            show("x/s", v / s)
-            show("code", [f"{c:04b}" for byte in codes.tolist() for c in (byte & 15, byte >> 4)])
-            show("Q(x)", decoded)
-            show("err", decoded - v)
-    print("\nRounding shrinks where r > l: mean error (l - r) / 2 in the bin of each inner level")
-    million = torch.randn(62_500, 16, generator=torch.Generator().manual_seed(0))
-    for fmt in (ufp4.E2M1, ufp4.E1M2):
-        bins = zip(fmt.levels, fmt.levels[1:], fmt.levels[2:])
-        show(fmt.name, [(2 * q - a - b) / 4 for a, q, b in bins])
-        alpha = slope(Quantizer(fmt)(million), million)[0]
-        print(f"     alpha on a million Gaussians: {alpha:.4f}, "
-              f"in closed form {gaussian_slope(fmt.levels):.4f}")
 
 # ---- sqnr: does the RHT change the preferred grid? (the paper's Q1) -----------------------------
 CONTRACTED = {"x": ("fprop", "wgrad"), "w": ("fprop", "dgrad"), "dy": ("dgrad", "wgrad")}
@@ -855,7 +827,7 @@ SCALED = ("e2m1", "ufp4", "e2m1-full-rht")
 def counted(s, recipe="bf16"):
     """(GPT without values, parameters, those active for a token, FLOPs a token)"""
     with torch.device("meta"):
-        model = train.GPT(s, ufp4.named("recipe", recipe, RECIPES), vocabulary(s.data))
+        model = train.GPT(s, ufp4.lookup("recipe", recipe, RECIPES), vocabulary(s.data))
     return model, *train.counts(model, s)
 
 def bench_scaling(args):
@@ -1268,7 +1240,7 @@ def bench_plan(args):
     mlps = s.top_k + 1                                          # with the shared or only one
     inputs = 2 * s.dim + mlps * (s.dim + s.hidden)
     bf16 = 6 * s.dim + 3 * mlps * s.hidden + s.top_k * s.dim
-    kept = 2 if recipe.fmt is None else 0.5 + (4 if recipe.scale is ufp4.fp32 else 1) / recipe.block
+    kept = 2 if recipe.fmt is None else 0.5 + (4 if recipe.scale is ufp4.scale_fp32 else 1) / recipe.block
     block = kept * inputs + 2 * bf16 + 4 * 4 * s.dim
     blocks = 4 * s.dim * s.layers + block if s.remat else block * s.layers
     tokens = s.batch_size * s.seq_len // (gpus * s.grad_accum)

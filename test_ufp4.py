@@ -195,15 +195,14 @@ def test_core_corners(name, scale, block, stochastic):
         assert torch.equal(f(x).isnan(), lost) and torch.equal(f(x).isfinite(), ~lost)
     assert f(torch.full((1, 64), 1e38)).isfinite().all()
     assert (f(torch.full((1, 64), LARGEST)) > 1e38).all()           # may round up, to infinity
-    for shape in (3, 0, 32), (4, 0):
-        assert f(torch.zeros(shape)).shape == shape
+    assert f(torch.zeros(3, 0, 32)).shape == (3, 0, 32)
     for flush in (True, False):                                         # a CPU's option, for speed
         torch.set_flush_denormal(flush)
         y = f(torch.zeros(2, 64))
         torch.set_flush_denormal(False)
         assert (y == 0).all()
 
-def test_core_results_are_float32_whatever_the_default_dtype(monkeypatch):
+def test_core_results_are_float32_whatever_the_default_dtype():
     x = torch.randn(64, 64)
     expected = [(fake_quantize(x, "int4", s), ufp4.linear(x, x, "nvfp4")) for s in SCALES]
     try:
@@ -226,6 +225,7 @@ def experts(*offsets, tokens=32, dtype=torch.int64):
     ("whole blocks: got .* .2, 15., block = 5", lambda: quantize(zeros(2, 15), block=5)),
     ("whole blocks: got .* block = 0", lambda: quantize(zeros(2, 32), block=0)),
     ("takes floats .* got torch.float32 .., block = 16", lambda: quantize(zeros(()))),
+    ("whole blocks: got .* .4, 0., block = 16", lambda: quantize(zeros(4, 0))),
     ("with two_d the rows.* .8, 32.", lambda: quantize(zeros(8, 32), two_d=True)),
     ("with two_d the rows.* .32,.", lambda: quantize(zeros(32), two_d=True)),
     ("takes floats .* got torch.int64", lambda: quantize(zeros(2, 32).long())),
@@ -233,18 +233,17 @@ def experts(*offsets, tokens=32, dtype=torch.int64):
     ("'fp8'.*fp32, e4m3, e4m3_up", lambda: Recipe("mine", "int4", "fp8")),
     ("'nope'.*bf16, ufp4", lambda: ufp4.Linear(16, 16, recipe="nope")),
     ("'fprop', 'dgrad', 'wgrad'.* not 'wgrad'", lambda: ufp4_with(rht="wgrad")),
-    ("a power of two, not 16 and 12", lambda: ufp4_with(rht_block=12)),
-    ("at least 1.* not 0 and 16", lambda: ufp4_with(block=0)),
+    ("a power of two, not 12", lambda: ufp4_with(rht_block=12)),
     ("multiples of 240", lambda: ufp4.Linear(32, 32, recipe=ufp4_with(block=15))),
     ("multiples of 30", lambda: ufp4.Linear(45, 45, recipe=ufp4_with(block=15, rht=()))),
     ("X .4, 32. .* W .16, 48.", lambda: ufp4.linear(zeros(4, 32), zeros(16, 48), "ufp4")),
     ("X .4, 32. .* W .2, 16, 32.", lambda: ufp4.linear(zeros(4, 32), zeros(2, 16, 32), "ufp4")),
-    ("float16 is not supported", lambda: ufp4.linear(zeros(16, 16).half(), zeros(16, 16), "ufp4")),
+    ("float16 needs kernels.py", lambda: ufp4.linear(zeros(16, 16).half(), zeros(16, 16), "ufp4")),
     ("the last must be the number of tokens, 32; got .5, 5, 30.", lambda: experts(5, 5, 30)),
     ("the last must be the number of tokens, 32; got .5, 5, 33.", lambda: experts(5, 5, 33)),
     ("must ascend, .* got .9, 5, 32.", lambda: experts(9, 5, 32)),
     ("must ascend, .* got .-1, 5, 32.", lambda: experts(-1, 5, 32)),
-    ("integer offsets .E,.; .* offsets .2,.", lambda: experts(5, 32)),
+    ("integer offsets .E,.; .* .2,. of", lambda: experts(5, 32)),
     ("integer offsets .* torch.float32", lambda: experts(5, 9, 32, dtype=torch.float32)),
 ])
 def test_core_bad_arguments_are_named(message, call):
@@ -314,7 +313,8 @@ def test_core_rht_multiplies_by_signs_and_an_orthonormal_matrix(n):
     assert torch.allclose(rht(x, signs).double(), expected.view(6, -1), atol=2e-6, rtol=0)
     assert close(rht(x, signs) @ rht(w, signs).T, x.double() @ w.double().T, 2 * n)
     assert same_bits(rht(x.T.contiguous().T, signs), rht(x, signs))
-    assert n < 16 or set(signs.tolist()) == {1.0, -1.0} != set((signs * random_signs(12, n)).tolist())
+    assert set(signs.tolist()) <= {1.0, -1.0}
+    assert n < 16 or not torch.equal(signs, random_signs(12, n))
 
 # ---- The three GEMMs -----------------------------------------------------------------------------
 def numpy_quantizer(x, levels, block, signs, rand, tiles, scale):
@@ -525,7 +525,7 @@ def test_compiled_is_eager_bit_for_bit_for_all_signs(quantizer):
         if quantizer.signs is not None:
             quantizer.signs = torch.tensor([[1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0]][seed - 1])
         torch.manual_seed(seed)
-        fast = ufp4.apply(quantizer, v, torch.float32)
+        fast = ufp4.operand(quantizer, v, torch.float32)
         torch.manual_seed(seed)
         slow = ufp4.call_with_key(quantizer, v, random_key("cpu"), torch.float32)
         assert same_bits(fast, slow)
@@ -535,17 +535,16 @@ def test_compiled_is_eager_bit_for_bit_for_all_signs(quantizer):
 
 @compiling()
 @pytest.mark.parametrize("dynamic", [None, True])
-def test_core_models_of_several_recipes_compile_without_graph_breaks(dynamic):
-    for name in "ufp4", "e2m1", "nvfp4":
-        model = ufp4.convert(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 16)), name)
+def test_core_layers_of_several_recipes_compile_without_graph_breaks(dynamic):
+    for name in "ufp4", "nvfp4":
+        model = ufp4.Linear(32, 16, recipe=replace(RECIPES[name], rht_block=2))
         compiled = torch.compile(model, fullgraph=True, backend="eager", dynamic=dynamic)
-        for tokens in 32, 20:                                       # whole blocks, and not
-            x, grads = torch.randn(tokens, 32, requires_grad=True), []
-            for f in model, compiled:
-                torch.manual_seed(1)
-                y = f(x).square().sum()
-                grads.append(torch.autograd.grad(y, (x, *model.parameters())))
-            assert all(map(torch.equal, *grads))
+        x, grads = torch.randn(20 if name == "ufp4" else 32, 32, requires_grad=True), []
+        for f in model, compiled:
+            torch.manual_seed(1)
+            y = f(x).square().sum()
+            grads.append(torch.autograd.grad(y, (x, *model.parameters())))
+        assert all(map(torch.equal, *grads))
 
 @compiling()
 def test_core_a_layer_is_exported_for_any_number_of_tokens():
@@ -570,7 +569,7 @@ def test_core_without_a_compiler_it_says_so_and_gives_the_same_bits(monkeypatch)
     x = torch.randn(256, 256, generator=gen())
     expected = [ufp4.linear(x, x, name) for name in ("e2m1", "ufp4")]
     monkeypatch.setattr(ufp4, "FAILED", set())
-    monkeypatch.setattr(ufp4, "compiled_quantizer", lambda: fail)
+    monkeypatch.setattr(ufp4, "compiled_call", lambda: fail)
     with pytest.warns(UserWarning, match="C.. compiler, .*no compiler is found") as warned:
         results = [ufp4.linear(x, x, name) for name in ("e2m1", "ufp4") for _ in range(2)]
     assert len(warned) == 2 and all(map(torch.equal, results[::2], expected))
@@ -603,7 +602,7 @@ def test_core_convert_keeps_everything_but_the_arithmetic():
 
 @pytest.mark.parametrize("message,how", [
     ("'fp4'.*ufp4", {"recipe": "fp4"}), ("'head'.*a, b, inner.0", {"skip": ("head",)}),
-    ("no linear layer to convert", {"skip": ("a", "b", "inner", "lm_head")}),
+    ("leaves no linear layer", {"skip": ("a", "b", "inner", "lm_head")}),
     ("'a'.*in_features = 16", {"recipe": "ufp4-mx"}), ("'hooked' has had its forward", {})])
 def test_core_convert_refuses_before_changing_anything(message, how):
     m = Tied()
@@ -631,8 +630,8 @@ def test_core_the_lesson_fits_a_screen_and_is_right(capsys):
     slopes = re.findall(r"Gaussian numbers: (\S+)", text)
     for measured, name in zip(slopes, ("e2m1", "e1m2"), strict=True):
         assert abs(float(measured) - bench.gaussian_slope(GRIDS[name])) < 6e-4
-    for decibels in re.findall(r"signal over noise (\d+\.\d)", text):   # which the lecture quotes
-        assert f"{decibels} dB" in ufp4.__doc__ or decibels in ("24.1",)
+    for decibels in re.findall(r"signal over noise (\S+)", text):       # which the lecture quotes
+        assert f"{float(decibels):.1f}" in ufp4.__doc__
 
 # ---- kernels.py, bit for bit against the reference -----------------------------------------------
 try:
@@ -1451,7 +1450,6 @@ def test_bench_a_block_takes_the_format_that_errs_less(name, formats):
     errors = [error(fake_quantize(x, f)) for f in formats]
     assert torch.equal(error(q(x)), torch.minimum(*errors))
     assert 0.1 < (errors[1] < errors[0]).float().mean() < 0.9
-    assert torch.equal(q(x.T.contiguous(), None, -2), q(x).T)
     assert torch.equal(q(x * 2.0**80), q(x) * 2.0**80)  # whose squares float32 does not hold
     x = torch.randn(20_000, 64, generator=gen())        # chosen without noise, so SR has no bias
     alpha, se = bench.slope(RECIPES[name].quantizer("dy", "dgrad")(x), x)
@@ -1460,17 +1458,17 @@ def test_bench_a_block_takes_the_format_that_errs_less(name, formats):
 @pytest.mark.parametrize("name,slope,like", [("e2m1-debiased", 1.0, "e2m1-full-rht"),
                                              ("ufp4-shrunk", 0.996, "ufp4")])
 def test_bench_the_slope_of_what_is_rounded_to_nearest_is_set(name, slope, like):
-    x, noise = torch.randn(64, 64, generator=gen()), torch.rand(64, 64, generator=gen())
-    for operand, gemm, dim in (("x", "fprop", -1), ("w", "dgrad", -2)):
+    x, rand = torch.randn(64, 64, generator=gen()), torch.rand(64, 64, generator=gen())
+    for operand, gemm in (("x", "fprop"), ("w", "dgrad")):
         q, plain = (RECIPES[r].quantizer(operand, gemm) for r in (name, like))
         for size in (1.0, 1e-25, 1e25):                 # whose squares float32 does not hold
-            alpha, _ = bench.slope(q(x * size, None, dim), ufp4.rht(x, q.signs, dim) * size)
+            alpha, _ = bench.slope(q(x * size), rht(x, q.signs) * size)
             assert alpha == pytest.approx(slope, abs=1e-6)
-        ratio = q(x, None, dim) / plain(x, None, dim)
+        ratio = q(x) / plain(x)
         assert ratio[ratio == ratio].std() < 1e-6       # one factor for all
-        assert not q(x * 0, None, dim).any()
+        assert not q(x * 0).any()
     sr, plain = (RECIPES[r].quantizer("dy", "dgrad") for r in (name, like))
-    assert torch.equal(sr(x, noise), plain(x, noise))
+    assert torch.equal(sr(x, rand), plain(x, rand))
 
 def products(recipe):
     """Y, dX and dW of a linear layer under a recipe."""
