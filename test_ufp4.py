@@ -1032,9 +1032,9 @@ def test_train_moe_is_the_weighted_sum_of_chosen_experts(settings):
         scores = torch.sigmoid(moe.router.weight @ x[b, t])
         chosen = sorted(range(6), key=lambda e: -(scores + moe.bias)[e].item())[:2]
         for e in chosen:
-            gate, up = (moe.fc1[e] @ x[b, t]).chunk(2)
+            gate, up = (moe.fc1.weight[e] @ x[b, t]).chunk(2)
             gain = scores[e] / scores[chosen].sum()
-            expected[b, t] += gain * (moe.fc2[e] @ (F.silu(gate) * up))
+            expected[b, t] += gain * (moe.fc2.weight[e] @ (F.silu(gate) * up))
             loads[e] += 1
     assert torch.allclose(moe(x), expected, atol=1e-5) and torch.equal(moe.load, loads)
     bias, mean = moe.bias.clone(), loads.mean()
@@ -1156,8 +1156,8 @@ def test_train_a_loss_that_is_not_finite_stops_the_run_unsaved(settings, monkeyp
     assert [line["step"] for line in records(s.out)] == [1, 2, 3, 4]
     calls.clear()
     bad = lambda: not calls[-1]                         # in evaluation
-    assert "step 4: the validation loss is nan" in said(capsys, 3, train.train, s)
-    assert [p.name for p in train.checkpoints(Path(s.out))] == ["ckpt-0000002"]
+    error = said(capsys, 3, train.train, s)
+    assert re.search("step 4: the validation loss is nan; delete .*0004, .* from .*0002", error)
 
 @pytest.mark.parametrize("flags,code,message", [
     ("--recipe fp4", 2, "invalid choice: 'fp4'"), ("--steps 0", 2, "at least 1, got 0"),
@@ -1215,7 +1215,7 @@ def test_train_killed_and_resumed_ends_with_the_same_weights(settings, text, tmp
     error = process.communicate(timeout=300)[1]
     assert process.returncode == -signal.SIGKILL, error
     assert [p.name for p in train.checkpoints(out)] == ["ckpt-0000002"]
-    assert records(out) == records(whole.out)[:4]
+    assert records(out)[:3] == records(whole.out)[:3] and records(out)[3]["step"] == 4
     with open(out / "log.jsonl", "a") as log:
         log.write('{"step": 5, "tra')                   # as a kill in its midst would leave it
     train.train(settings(*MOE, "--out", str(out), "--resume"))
@@ -1249,6 +1249,7 @@ def test_train_two_processes_are_one_with_two_parts_also_after_losing_one(settin
             assert [p.name for p in train.checkpoints(out)] == ["ckpt-0000002"]
     assert same_weights(weights(out), weights(one.out))
     for a, b in zip(records(out), records(one.out), strict=True):
+        assert a.pop("worst_layer", None) == b.pop("worst_layer", None)
         assert a == pytest.approx(b, rel=1e-6)
     seeds = [(tmp_path / f"seeds-{rank}").read_text().split() for rank in (0, 1)]
     assert len({*seeds[0], *seeds[1]}) == len(seeds[0] + seeds[1]) == 12
