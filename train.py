@@ -384,9 +384,9 @@ def windows(files, starts, s):
             i -= len(tokens) - s.seq_len
         rows.append(tokens[i:i + s.seq_len + 1])
     rows = torch.from_numpy(np.stack(rows).astype(np.int64))
-    if s.device.startswith("cuda"):
-        rows = rows.pin_memory()        # from pinned memory the copy waits for nothing
-    rows = rows.to(s.device, non_blocking=True)
+    if s.device.startswith("cuda"):     # a copy of pinned memory does not wait
+        rows = rows.pin_memory().to(s.device, non_blocking=True)
+    rows = rows.to(s.device)
     return rows[:, :-1], rows[:, 1:]
 
 def get_batch(files, s, step, part=0):
