@@ -1309,12 +1309,13 @@ def test_train_prompt_only_continues_a_text_even_when_the_data_is_gone(
     shutil.rmtree(tmp_path / "data")
     for name in "prepare", "evaluate", "get_batch", "save", "start_log":
         monkeypatch.setattr(train, name, None)          # none of them is called
-    said = []
+    printed = []
     for start in ["--resume"], ["--branch", str(train.checkpoints(Path(s.out))[-1])]:
         capsys.readouterr()
         train.main([*TINY, "--out", s.out, *flags, *start, "--prompt", "déf "])
-        said.append(capsys.readouterr().out)
-    assert said[0] == said[1] and said[0].startswith("déf ") and len(said[0].strip()) > 4
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] and printed[0].startswith("déf ")
+    assert len(printed[0].strip()) > len("déf ")
     assert files == {path: path.read_bytes() for path in Path(s.out).rglob("*") if path.is_file()}
 
 def test_train_makes_no_float64_on_the_device(settings):
@@ -1407,7 +1408,7 @@ def test_train_killed_and_resumed_ends_with_the_same_weights(settings, text, tmp
     """kill -9 in the middle of a save, two steps after the last; with noise, bit for bit."""
     out, whole = tmp_path / "out/killed", settings(*MOE, "--out", str(tmp_path / "out/whole"))
     train.train(whole)
-    monkeypatch.setenv("OMP_DISPLAY_ENV", "true")
+    monkeypatch.setenv("OMP_DISPLAY_ENV", "verbose")
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     process = start_train([*MOE, "--out", str(out)], text, tmp_path, KILLED_IN_SAVE)
     error = process.communicate(timeout=300)[1]
@@ -1424,7 +1425,7 @@ def test_train_ctrl_c_saves_and_says_how_to_go_on(text, tmp_path, monkeypatch):
     """And OpenMP's threads sleep where they wait, as it says itself."""
     out, log = tmp_path / "out", tmp_path / "out/log.jsonl"
     flags = ["--recipe", "bf16", "--steps", "100000", "--save-interval", "100000"]
-    monkeypatch.setenv("OMP_DISPLAY_ENV", "true")
+    monkeypatch.setenv("OMP_DISPLAY_ENV", "verbose")
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     process = start_train([*flags, "--out", str(out)], text, tmp_path)
     while process.poll() is None and (not log.exists() or len(train.read_log(log)) < 4):
@@ -1432,7 +1433,7 @@ def test_train_ctrl_c_saves_and_says_how_to_go_on(text, tmp_path, monkeypatch):
     process.send_signal(signal.SIGINT)
     error = process.communicate(timeout=300)[1]
     assert process.returncode == 130 and "and saved; add --resume" in error
-    assert re.search("OMP_WAIT_POLICY *= *'PASSIVE'", error)
+    assert re.search("GOMP_SPINCOUNT = '0'|KMP_BLOCKTIME *= *'?0", error)
     assert int(train.checkpoints(out)[-1].name[5:]) == records(out)[-1]["step"]
 
 def test_train_two_processes_are_one_with_two_parts_also_after_losing_one(settings, text, tmp_path):

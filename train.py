@@ -225,7 +225,7 @@ PRESETS = {
     "nano-moe": dict(NANO, hidden=96, experts=16, top_k=3),
     "small": SMALL,
     "small-moe": dict(SMALL, hidden=352, experts=32, top_k=3),
-    # The paper gives the number of parameters, and we the rest
+    # The paper's models. It gives their numbers of parameters; the rest is our choice
     "dense-1.5b": PAPER,
     "moe-7.9b": dict(PAPER, dim=2400, heads=25, hidden=320, experts=128, top_k=8,
                      batch_size=512, steps=50_000, lr=3e-4),
@@ -256,8 +256,8 @@ CHOICES = {"recipe": ufp4.RECIPES, "model": PRESETS, "dtype": ("float32", "bfloa
 
 @dataclass
 class Settings:
-    """Each field is a flag: batch_size is --batch-size. In the type's place stands what
-    makes a value of the flag's text. The comment is what --help says."""
+    """Each field is a flag: batch_size is --batch-size. What stands in a type's place is
+    the function that reads the flag's text. The comment becomes its help."""
     recipe: str = "ufp4"            # how layers multiply, see RECIPES in ufp4.py
     model: str = "small" if GPU else "nano"     # sizes, schedule and data, see PRESETS
     data: str = None                # python, shakespeare, fineweb or a text file
@@ -374,8 +374,8 @@ def make_recipe(s):
 # --- Data ----------------------------------------------------------------------------
 
 def windows(files, starts, s):
-    """-> tokens (B, T) and targets (B, T), the same one token further on. Starts count
-    through all files, but only the places where a window fits into its file."""
+    """-> tokens (B, T), and targets (B, T), which are the next tokens. A start is a place
+    in all files together; only places where a window fits into its file are counted."""
     rows = []
     for i in starts:
         for tokens in files:
@@ -401,9 +401,9 @@ def get_batch(files, s, step, part=0):
 # --- Evaluation ----------------------------------------------------------------------
 
 def validation_batches(tokens, s):
-    """Pairs of a batch and its number of windows, spaced evenly over the whole text.
-    FSDP needs every process in every pass, so one that has no window left gets a dummy,
-    and the number 0."""
+    """Pairs of a batch and its number of windows, spaced evenly over the text.
+    FSDP needs every process in every pass. So a process that has no window left gets a
+    dummy, and the number 0."""
     starts = np.linspace(0, len(tokens) - s.seq_len - 1, s.eval_windows).astype(int)
     size = s.batch_size // (WORLD * s.grad_accum)
     for first in range(0, len(starts), size * WORLD):
@@ -520,8 +520,9 @@ def build(s, recipe, vocab_size):
                                     weight_decay=s.weight_decay)
 
 def set_up(s):
-    """-> model, optimizer, training files, validation tokens, steps done, and the
-    settings for the log and checkpoints. --resume and --branch read a checkpoint."""
+    """Build the model, read the data, load a checkpoint if one is named, begin the log.
+    -> model, optimizer, training files, validation tokens, the number of steps that are
+    done, and the settings for the log and for checkpoints"""
     model, optimizer = build(s, make_recipe(s), vocabulary(s.data))
     if RANK == 0:                       # one process downloads for all
         check(prepare(s.data), s.seq_len + 1)
@@ -543,7 +544,8 @@ def set_up(s):
     name, _ = hardware(s.device)
     print(f"{s.model}, {total / 1e6:.2f}M parameters, {active / 1e6:.2f}M active a "
           f"token, recipe {variant(s)}, {s.dtype} on {WORLD} x {name}, data {s.data}, "
-          f"steps {step} to {s.steps} of {s.batch_size} x {s.seq_len} tokens to {s.out}")
+          f"steps {step} to {s.steps} of {s.batch_size} x {s.seq_len} tokens, "
+          f"to {s.out}")
     if ufp4.RECIPES[s.recipe].fmt is not None and s.device == "cpu":
         print("the first step compiles the quantizer: a minute or two if not cached")
     return model, optimizer, files, val, step, settings
@@ -556,9 +558,9 @@ def train(s):
     moes = [m for m in model.modules() if isinstance(m, MoE)]
     handlers = {n: signal.signal(n, lambda number, _: signals.append(number))
                 for n in (signal.SIGINT, signal.SIGTERM)}
-    val_loss = None
     if done >= s.steps or s.resume and done % s.eval_interval == 0:
-        val_loss = validate(s, model, val, done)    # the last process may not have
+        # The process that saved this step may have died before it validated
+        val_loss = validate(s, model, val, done)
     unread, logged, seconds, clock = [], done, 0.0, time.perf_counter()
     bar = tqdm(range(done, s.steps), initial=done, total=s.steps, disable=RANK > 0)
     for step in bar:
@@ -580,25 +582,26 @@ def train(s):
         unread.append(torch.stack((loss, whole(norm), *loads)))     # not read yet
 
         step += 1                                   # from here on, the steps done
-        stopping = any_process(signals)
-        validating, saving, logging = (step % n == 0 or step == s.steps for n in (
-            s.eval_interval, s.save_interval, s.log_interval))
-        if not (stopping or validating or saving or logging):
+        stops, last = any_process(signals), step == s.steps
+        validates = last or step % s.eval_interval == 0
+        saves = last or stops or step % s.save_interval == 0
+        logs = validates or step % s.log_interval == 0
+        if not (saves or logs):
             continue
         loss, norm, *loads = read(unread, step, s)  # waits for the device
-        seconds += time.perf_counter() - clock      # less saving and validating
-        if logging or validating:
+        seconds += time.perf_counter() - clock      # without saving and validating
+        if logs:
             speed = (step - logged) * s.batch_size * s.seq_len / seconds
             logged, seconds = step, 0.0
             log(s, {"step": step, "train_loss": loss, "val_loss": None, "lr": lr,
                     "grad_norm": norm, "max_load": max(loads, default=None),
                     "tokens_per_s": round(speed), "mfu": utilization(model, s, speed)})
             bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s", False)
-        if saving or stopping:
+        if saves:
             save(s, settings, step, model, optimizer)
-        if validating:
+        if validates:
             val_loss = validate(s, model, val, step, loss)
-        if stopping and step < s.steps:
+        if stops and not last:
             stop(f"stopped after step {step} and saved; add --resume to the same "
                  "command", 130)
         clock = time.perf_counter()
@@ -726,13 +729,14 @@ def log(s, line):
             lines.write(json.dumps(line) + "\n")
 
 def read_log(path):
-    """-> [the first line, then one dict a step]. A step that is validated has two lines
-    in the file, here put together."""
+    """-> [the first line, then a dict for each step]. In the file a validated step has a
+    second line. Here the two are put together."""
     steps = {}
-    for line in open(path):
-        if line.endswith("\n"):         # a process that was killed leaves half a line
-            found = json.loads(line)
-            steps.setdefault(found.get("step"), {}).update(found)
+    with open(path) as lines:
+        for line in lines:
+            if line.endswith("\n"):     # a process that was killed leaves half a line
+                found = json.loads(line)
+                steps.setdefault(found.get("step"), {}).update(found)
     return list(steps.values())
 
 def commit():
@@ -783,8 +787,8 @@ def loss_error(s, recorded, val_loss):
             if same and not differences(wanted, first["settings"], may_differ):
                 return (f"BF16-relative loss error {val_loss / bf16 - 1:+.2%} "
                         f"(bf16: {bf16:.4f})")
-        except (OSError, ValueError, TypeError, KeyError):
-            continue                    # this is no log of ours
+        except Exception:               # whatever is wrong: it is no log of ours
+            continue
     return ("for its loss error, finish a run of --recipe bf16 with the same settings "
             "beside it")
 
@@ -804,8 +808,9 @@ def main(argv=None):
         sys.stdout = open(os.devnull, "w")              # one process prints
     # A character of a sample that the terminal can't show becomes "?"
     sys.stdout.reconfigure(errors="replace", line_buffering=True)
-    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # it may be
-    logging.disable()                                   # stop() says what torch would
+    # One process needs no torch.distributed. What torch logs of an error, stop() says
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")
+    logging.disable()
     try:
         s = parse_args(argv)
         if WORLD > 1:
@@ -865,7 +870,8 @@ def any_process(condition):
 
 def stop_one_of_many(message, code):
     """If all processes stop for one reason, rank 0 says it, and torchrun ends the rest,
-    which wait for that. One that has a reason of its own says it after ten seconds."""
+    which wait for that. A process with a reason of its own says it after ten seconds.
+    After a signal nobody waits."""
     if RANK and not signals:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)   # by which torchrun ends it
         time.sleep(10)
