@@ -1220,7 +1220,8 @@ def test_train_a_step_that_logs_nothing_waits_for_no_device(settings, monkeypatc
     for name in ("item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__float__", "__int__",
                  "__index__"):
         monkeypatch.setattr(torch.Tensor, name, counted(name))
-    monkeypatch.setattr(train, "learning_rate", lambda *args: (steps.append(args[0]), real(*args))[1])
+    monkeypatch.setattr(train, "learning_rate", lambda step, s: (
+        steps.append(step), real(step, s))[1])
     for flags in ["--recipe", "ufp4"], ["--recipe", "bf16", *MOE]:
         rare = [x for name in ("log", "save", "eval") for x in (f"--{name}-interval", "5")]
         train.train(settings(*flags, *rare, "--steps", "9"))

@@ -56,7 +56,7 @@ RANK = int(os.environ.get("RANK", 0))           # this process's number, from to
 WORLD = int(os.environ.get("WORLD_SIZE", 1))    # how many processes there are
 
 # --- The model -----------------------------------------------------------------------
-# Shapes: B sequences of T tokens, M = B T tokens in all, C = dim, V words in the
+# Shapes: B sequences of T tokens, M = B T tokens in all, C = dim, V tokens in the
 # vocabulary, E experts, of which each token takes k.
 
 def rope(x, base=10000.0):
@@ -256,8 +256,8 @@ CHOICES = {"recipe": ufp4.RECIPES, "model": PRESETS, "dtype": ("float32", "bfloa
 
 @dataclass
 class Settings:
-    """Each field is a flag: batch_size is --batch-size. What stands in a type's place is
-    the function that reads the flag's text. The comment becomes its help."""
+    """Each field is a flag: batch_size is --batch-size. In a type's place stands the
+    function that reads the flag's text. The comment becomes its help."""
     recipe: str = "ufp4"            # how layers multiply, see RECIPES in ufp4.py
     model: str = "small" if GPU else "nano"     # sizes, schedule and data, see PRESETS
     data: str = None                # python, shakespeare, fineweb or a text file
@@ -374,8 +374,8 @@ def make_recipe(s):
 # --- Data ----------------------------------------------------------------------------
 
 def windows(files, starts, s):
-    """-> tokens (B, T), and targets (B, T), which are the next tokens. A start is a place
-    in all files together; only places where a window fits into its file are counted."""
+    """-> tokens (B, T), and targets (B, T), which are the next tokens. A start counts
+    through all files, over the places where a window fits into its file."""
     rows = []
     for i in starts:
         for tokens in files:
@@ -547,7 +547,8 @@ def set_up(s):
           f"steps {step} to {s.steps} of {s.batch_size} x {s.seq_len} tokens, "
           f"to {s.out}")
     if ufp4.RECIPES[s.recipe].fmt is not None and s.device == "cpu":
-        print("the first step compiles the quantizer: a minute or two if not cached")
+        print("the first step compiles the quantizer, which takes a minute or two "
+              "unless it is cached")
     return model, optimizer, files, val, step, settings
 
 signals = []        # Ctrl-C and SIGTERM are noted here; the loop stops after its step
@@ -729,8 +730,8 @@ def log(s, line):
             lines.write(json.dumps(line) + "\n")
 
 def read_log(path):
-    """-> [the first line, then a dict for each step]. In the file a validated step has a
-    second line. Here the two are put together."""
+    """-> [the first line, then a dict for each step]. A validated step has a second
+    line in the file. Here the two are put together."""
     steps = {}
     with open(path) as lines:
         for line in lines:
@@ -789,8 +790,8 @@ def loss_error(s, recorded, val_loss):
                         f"(bf16: {bf16:.4f})")
         except Exception:               # whatever is wrong: it is no log of ours
             continue
-    return ("for its loss error, finish a run of --recipe bf16 with the same settings "
-            "beside it")
+    return ("to see the loss error, finish a run of --recipe bf16 with the same "
+            "settings in a directory beside this one")
 
 # --- Start and stop ------------------------------------------------------------------
 
