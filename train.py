@@ -1,33 +1,41 @@
 """Pretrain a small GPT, dense or mixture-of-experts, in 4 bits or in BF16.
 
-    python train.py --recipe bf16                   # the baseline: nano on a CPU, small on a GPU
-    python train.py --recipe ufp4                   # prints its loss error to the run before
-    python train.py --recipe ufp4 --resume          # goes on after Ctrl-C or a crash
-    torchrun --nproc-per-node 8 train.py --model dense-1.5b     # many GPUs, or CPU processes
+    python train.py --recipe bf16           # the baseline: nano, or small on a GPU
+    python train.py --recipe ufp4           # prints its loss error to that baseline
+    python train.py --recipe ufp4 --resume  # goes on after Ctrl-C or a crash
+    python train.py --recipe ufp4 --resume --prompt "def "      # a finished run writes
+    torchrun --nproc-per-node 8 train.py --model dense-1.5b     # many GPUs
 
-A recipe (see ufp4.py) governs every linear layer of the blocks. Embedding, LM head, router and
-norms stay in high precision: BF16 autocast where the hardware has BF16, else float32 (--dtype).
-OUT gets log.jsonl, the settings and then a line for each logged step, and the last two checkpoints.
+A recipe (see ufp4.py) says how the linear layers of the blocks multiply. Embedding, LM
+head, router and norms are never quantized: they run in high precision, which is BF16
+autocast where the hardware has BF16, and float32 elsewhere (--dtype).
 
-Under torchrun FSDP2 shards the model and gathers a block's weights to compute it, in float32, so
-that all ranks quantize the same numbers. Each multiplies its share of the batch: N processes do
-what one does with --grad-accum N, but for noise and the order of sums.
+A run writes log.jsonl and its last two checkpoints into the directory OUT.
+What follows: the model, settings, data, evaluation, training, checkpoints and the log,
+comparing runs, start and stop. The last section is for many processes alone.
 """
 import argparse
+import inspect
 import json
 import logging
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 import warnings
-from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
+
+# CPU threads that share a product wait for each other. By default they wait in a loop,
+# which keeps their cores busy. If another program runs, a thread that has work may then
+# get no core, and steps take many times as long. So let them sleep. torch reads this
+# when it is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import numpy as np
 import torch
@@ -35,30 +43,29 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 import ufp4
-from data.prepare import check, decode, prepare, read_tokens, vocabulary
+from data.prepare import check, decode, encode, prepare, read_tokens, vocabulary
 
-RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # by torchrun
-signals = []                    # Ctrl-C and SIGTERM end a run after its step, and save it
+GPU = torch.cuda.is_available()
+RANK = int(os.environ.get("RANK", 0))           # this process's number, from torchrun
+WORLD = int(os.environ.get("WORLD_SIZE", 1))    # how many processes there are
 
-def all_sum(t):
-    if WORLD > 1:                                       # in place, over the ranks
-        dist.all_reduce(t)
-    return t
-
-# --- The model. B sequences of T tokens, M = B T, C = dim, E experts of width H, k for each token
+# --- The model -----------------------------------------------------------------------
+# Shapes: B sequences of T tokens, M = B T tokens in all, C = dim, V tokens in the
+# vocabulary, E experts, of which each token takes k.
 
 def rope(x, base=10000.0):
-    """Rotary position embedding (arXiv 2104.09864): in x (B, heads, T, D), pair (i, i + D/2) of
-    token t turns by t base^(-2i/D)."""
+    """Rotary position embedding (arXiv 2104.09864) of x (B, heads, T, D). The pair of
+    elements i and i + D/2 of token t turns by the angle t base^(-2i/D)."""
     half = x.shape[-1] // 2
     freq = base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-    angle = torch.arange(x.shape[-2], device=x.device, dtype=torch.float32)[:, None] * freq
+    position = torch.arange(x.shape[-2], device=x.device, dtype=torch.float32)
+    angle = position[:, None] * freq                                # (T, D/2)
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
@@ -70,14 +77,14 @@ class Attention(nn.Module):
         self.qkv = ufp4.Linear(s.dim, 3 * s.dim, bias=False, recipe=recipe)
         self.proj = ufp4.Linear(s.dim, s.dim, bias=False, recipe=recipe)
 
-    def forward(self, x):                                               # (B, T, C)
-        qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1))            # (B, T, 3, heads, D)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)                            # (B, heads, T, D) each
+    def forward(self, x):                                           # (B, T, C)
+        qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1))    # (B, T, 3, heads, D)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)                    # (B, heads, T, D) each
         y = F.scaled_dot_product_attention(rope(q), rope(k), v, is_causal=True)
         return self.proj(y.transpose(1, 2).flatten(-2))
 
 class SwiGLU(nn.Module):
-    """fc2(silu(gate) * up), gate and up from one GEMM (arXiv 2002.05202)."""
+    """fc2(silu(gate) * up), where one product gives gate and up (arXiv 2002.05202)."""
     def __init__(self, s, recipe):
         super().__init__()
         self.fc1 = ufp4.Linear(s.dim, 2 * s.hidden, bias=False, recipe=recipe)
@@ -87,47 +94,61 @@ class SwiGLU(nn.Module):
         gate, up = self.fc1(x).chunk(2, -1)
         return self.fc2(F.silu(gate) * up)
 
+class ExpertLinear(nn.Module):
+    """One linear layer for each expert. x has the tokens of expert 0, then those of
+    expert 1, and so on; those of expert e end before row offsets[e]."""
+    def __init__(self, experts, in_features, out_features, recipe):
+        super().__init__()
+        self.recipe = recipe
+        self.weight = nn.Parameter(torch.empty(experts, out_features, in_features))
+
+    def forward(self, x, offsets):
+        return ufp4.linear(x, self.weight, self.recipe, offsets)
+
 class MoE(nn.Module):
-    """Fine-grained experts beside a shared one (DeepSeekMoE, arXiv 2401.06066). Dropless: tokens
-    are sorted by expert, and each expert multiplies what it gets. Balanced without an auxiliary
-    loss (arXiv 2408.15664), by a bias on each expert's score, used for the choice alone."""
+    """Many small experts beside one that all tokens take (arXiv 2401.06066). An expert
+    takes every token that chooses it: none is dropped. The load is balanced without an
+    auxiliary loss (arXiv 2408.15664): each expert's score gets a bias when experts are
+    chosen, and nowhere else."""
     def __init__(self, s, recipe):
         super().__init__()
-        self.top_k, self.recipe = s.top_k, recipe
+        self.top_k = s.top_k
         self.router = nn.Linear(s.dim, s.experts, bias=False)
-        self.fc1 = nn.Parameter(torch.empty(s.experts, 2 * s.hidden, s.dim))
-        self.fc2 = nn.Parameter(torch.empty(s.experts, s.dim, s.hidden))
+        self.fc1 = ExpertLinear(s.experts, s.dim, 2 * s.hidden, recipe)
+        self.fc2 = ExpertLinear(s.experts, s.hidden, s.dim, recipe)
         self.shared = SwiGLU(s, recipe)
         self.register_buffer("bias", torch.zeros(s.experts))
-        self.register_buffer("load", torch.zeros(s.experts))            # tokens since balance()
+        self.register_buffer("load", torch.zeros(s.experts))        # since balance()
 
-    def forward(self, x):                                               # (B, T, C)
-        flat = x.flatten(0, 1)                                          # (M, C)
+    def forward(self, x):                                           # (B, T, C)
+        flat = x.flatten(0, 1)                                      # (M, C)
         with torch.autocast(x.device.type, enabled=False):
-            scores = torch.sigmoid(self.router(flat.float()))           # (M, E), float32
-        chosen = (scores + self.bias).topk(self.top_k, -1).indices      # (M, k)
-        gates = scores.gather(-1, chosen)                      # weights of a token's experts
+            scores = torch.sigmoid(self.router(flat.float()))       # (M, E), float32
+        chosen = (scores + self.bias).topk(self.top_k).indices      # (M, k)
+        gates = scores.gather(-1, chosen)           # the weights of a token's experts
         gates = (gates / gates.sum(-1, keepdim=True)).to(x.dtype)
-        expert, order = chosen.flatten().sort(stable=True)              # (M k), sorted by expert
+        expert, order = chosen.flatten().sort(stable=True)          # (M k), by expert
         experts = torch.arange(len(self.bias), device=x.device)
-        ends = torch.searchsorted(expert, experts, right=True).to(torch.int32)      # (E)
-        if self.training:               # --remat counts each token twice: the ratios are the same
-            self.load += torch.diff(ends, prepend=ends.new_zeros(1))
-        tokens = flat[:, None].expand(-1, self.top_k, -1).flatten(0, 1)[order]      # (M k, C)
-        gate, up = ufp4.linear(tokens, self.fc1, self.recipe, ends).chunk(2, -1)
-        out = ufp4.linear(F.silu(gate) * up, self.fc2, self.recipe, ends)
-        out = out[order.argsort()].unflatten(0, gates.shape)            # (M, k, C), tokens' order
-        return self.shared(x) + (out * gates.unsqueeze(-1)).sum(1).view(x.shape)
+        offsets = torch.searchsorted(expert, experts, right=True).int()     # (E)
+        if self.training:       # with --remat all tokens count twice: the ratios stay
+            self.load += torch.diff(offsets, prepend=offsets.new_zeros(1))
+        copies = flat[:, None].expand(-1, self.top_k, -1).flatten(0, 1)     # (M k, C)
+        gate, up = self.fc1(copies[order], offsets).chunk(2, -1)
+        out = self.fc2(F.silu(gate) * up, offsets)                  # (M k, C)
+        out = out[order.argsort()].unflatten(0, gates.shape)        # (M, k, C)
+        out = (out * gates.unsqueeze(-1)).sum(1)                    # (M, C)
+        return self.shared(x) + out.view(x.shape)
 
     @torch.no_grad()
     def balance(self, rate=1e-2):
-        """Once a step: an expert's bias goes up by `rate` if it got less than its share, else
-        down. Clears the counts and returns max load / mean load (1 is perfect balance)."""
+        """Once a step: the bias of an expert that got less than its share goes up by
+        `rate`, the others' down. Clears the counts. Returns the largest load divided by
+        the mean load; 1 is perfect balance."""
         all_sum(self.load)
-        mean, worst = self.load.mean(), self.load.max()
+        mean, largest = self.load.mean(), self.load.max()
         self.bias += rate * torch.sign(mean - self.load)
         self.load.zero_()
-        return worst / mean
+        return torch.where(mean > 0, largest / mean, 1.0)   # 1.0: there were no tokens
 
 class Block(nn.Module):
     def __init__(self, s, recipe):
@@ -136,136 +157,196 @@ class Block(nn.Module):
         self.attn = Attention(s, recipe)
         self.mlp = MoE(s, recipe) if s.experts else SwiGLU(s, recipe)
 
-    def forward(self, x):
+    def forward(self, x):                                           # (B, T, C)
         x = x + self.attn(self.norm1(x))
         return x + self.mlp(self.norm2(x))
 
 class GPT(nn.Module):
-    """Pre-norm RMSNorm, RoPE, causal attention, SwiGLU or MoE, no biases, untied head."""
+    """Pre-norm RMSNorm, RoPE, attention, SwiGLU or MoE; no biases, untied head."""
     def __init__(self, s, recipe, vocab_size):
         super().__init__()
         if s.dim % (2 * s.heads):
-            raise ValueError(f"--dim {s.dim} must split into --heads {s.heads} of an even width")
+            raise ValueError(f"--dim {s.dim} must split into --heads {s.heads} "
+                             "of an even width")
         if (s.experts or s.top_k) and not 1 <= s.top_k <= s.experts:
-            raise ValueError(f"--top-k {s.top_k} must be from 1 to --experts {s.experts}, or be 0")
-        recipes = [recipe] * (s.layers - s.keep_bf16) + [ufp4.RECIPES["bf16"]] * s.keep_bf16
+            raise ValueError(f"--top-k {s.top_k} must be from 1 to --experts "
+                             f"{s.experts}, or both must be 0")
         self.bf16 = s.dtype == "bfloat16"
         self.embed = nn.Embedding(vocab_size, s.dim)
-        self.blocks = nn.ModuleList(Block(s, r) for r in recipes[-s.layers:])
+        self.blocks = nn.ModuleList()
+        for i in range(s.layers):
+            unquantized = i >= s.layers - s.keep_bf16
+            mine = ufp4.RECIPES["bf16"] if unquantized else recipe
+            self.blocks.append(Block(s, mine))
         self.norm = nn.RMSNorm(s.dim)
         self.lm_head = nn.Linear(s.dim, vocab_size, bias=False)
 
     @torch.no_grad()
     def init_weights(self):
-        """As GPT-2's: what writes to the residual stream starts smaller. A seed gives the same
-        weights on any number of ranks: each draws every parameter whole and keeps its rows."""
+        """As GPT-2 does: normal numbers, smaller in layers that write to the residual
+        stream. They do not depend on the number of processes: each process draws all
+        numbers, and fill() keeps its part."""
         for name, p in self.named_parameters():
-            last = name.endswith(("proj.weight", "fc2.weight", "fc2"))
-            std = 0.02 / math.sqrt(2 * len(self.blocks)) if last else 0.02
-            whole = torch.ones(p.shape) if p.dim() == 1 else torch.empty(p.shape).normal_(std=std)
-            rows = p.to_local() if WORLD > 1 else p
-            first = -(-len(whole) // WORLD) * RANK
-            rows.copy_(whole[first:first + len(rows)])
+            writes = name.endswith(("proj.weight", "fc2.weight"))
+            std = 0.02 / math.sqrt(2 * len(self.blocks)) if writes else 0.02
+            if p.dim() == 1:                                # a norm's gain
+                fill(p, torch.ones(p.shape))
+            else:
+                fill(p, torch.empty(p.shape).normal_(std=std))
         for b in self.buffers():
             b.zero_()
 
     def forward(self, tokens, targets=None):
-        """tokens, targets (B, T) -> logits (B, T, V), or with targets the mean loss in nats."""
-        with torch.autocast(tokens.device.type, torch.bfloat16, self.bf16, cache_enabled=False):
-            x = self.embed(tokens)              # no cache: a cast weight is used once
+        """tokens, targets (B, T) -> logits (B, T, V), or with targets the mean loss."""
+        kind = tokens.device.type
+        # A cast weight is used once in a pass, so to cache it would only take memory
+        with torch.autocast(kind, torch.bfloat16, self.bf16, cache_enabled=False):
+            x = self.embed(tokens)                                  # (B, T, C)
             for block in self.blocks:
                 x = block(x)
-            logits = self.lm_head(self.norm(x))
+            logits = self.lm_head(self.norm(x))                     # (B, T, V)
         if targets is None:
             return logits
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        logits, targets = logits.float().flatten(0, 1), targets.flatten()
+        # The loss of no tokens is 0; reduction="mean" would make it NaN
+        return F.cross_entropy(logits, targets, reduction="sum") / max(1, len(targets))
 
-# --- Settings: presets, flags
+# --- Settings ------------------------------------------------------------------------
+
+NANO = dict(layers=4, dim=128, heads=4, hidden=352, experts=0, top_k=0, seq_len=256,
+            batch_size=8, steps=800, lr=3e-3, warmup=80, data="python")
+SMALL = dict(layers=8, dim=512, heads=8, hidden=1408, experts=0, top_k=0, seq_len=1024,
+             batch_size=32, steps=2000, lr=1e-3, warmup=200, data="python")
+PAPER = dict(layers=24, dim=2048, heads=16, hidden=6016, experts=0, top_k=0,
+             seq_len=4096, batch_size=256, steps=30_000, lr=4e-4, warmup=2000,
+             data="fineweb")
+PRESETS = {
+    "nano": NANO,
+    "nano-moe": dict(NANO, hidden=96, experts=16, top_k=3),
+    "small": SMALL,
+    "small-moe": dict(SMALL, hidden=352, experts=32, top_k=3),
+    # The paper's models. It gives their numbers of parameters; the rest is our choice
+    "dense-1.5b": PAPER,
+    "moe-7.9b": dict(PAPER, dim=2400, heads=25, hidden=320, experts=128, top_k=8,
+                     batch_size=512, steps=50_000, lr=3e-4),
+    "moe-124b": dict(PAPER, layers=30, dim=4096, heads=32, hidden=1024, experts=320,
+                     top_k=6, batch_size=2048, steps=60_000, lr=2e-4)}
 
 def at_least(low, kind):
+    """A parser of finite numbers that are not below `low`."""
     def number(text):
-        if not low <= (value := kind(text)) < math.inf:
-            raise argparse.ArgumentTypeError(f"must be finite and at least {low}, got {text}")
+        value = kind(text)
+        if not low <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"must be finite and at least {low}, "
+                                             f"got {text}")
         return value
     return number
 
 def some_of(names):
-    return lambda text: {"none": (), "all": names}.get(text, tuple(text.split(",")))
+    """A parser of "all", "none", or some of these names with commas between them."""
+    def tuple_of_names(text):
+        if text in ("all", "none"):
+            return tuple(names) if text == "all" else ()
+        return tuple(text.split(","))
+    return tuple_of_names
 
-flag = argparse.BooleanOptionalAction
 positive, natural, real = at_least(1, int), at_least(0, int), at_least(0, float)
-GPU = torch.cuda.is_available()
-# What a preset sets; hidden is the width inside the MLP or each expert, batch_size in sequences
-COLUMNS = {"layers": positive, "dim": positive, "heads": positive, "hidden": positive,
-           "experts": natural, "top_k": natural, "seq_len": positive, "batch_size": positive,
-           "steps": positive, "lr": real, "warmup": natural}
-PRESETS = {name: dict(zip((*COLUMNS, "data"), row)) for name, *row in (
-    ("nano",        4,  128,  4,  352,   0, 0,  256,    8,    800, 3e-3,   80, "python"),
-    ("nano-moe",    4,  128,  4,   96,  16, 3,  256,    8,    800, 3e-3,   80, "python"),
-    ("small",       8,  512,  8, 1408,   0, 0, 1024,   32,   2000, 1e-3,  200, "python"),
-    ("small-moe",   8,  512,  8,  352,  32, 3, 1024,   32,   2000, 1e-3,  200, "python"),
-    # The paper's three, by the totals that it gives; shapes and schedules are ours
-    ("dense-1.5b", 24, 2048, 16, 6016,   0, 0, 4096,  256, 30_000, 4e-4, 2000, "fineweb"),
-    ("moe-7.9b",   24, 2400, 25,  320, 128, 8, 4096,  512, 50_000, 3e-4, 2000, "fineweb"),
-    ("moe-124b",   30, 4096, 32, 1024, 320, 6, 4096, 2048, 60_000, 2e-4, 2000, "fineweb"))}
-FIELDS = {"fmt": ufp4.FORMATS, "scale": ufp4.SCALES, "block": positive, "rht": some_of(ufp4.GEMMS),
-          "sr": some_of(ufp4.OPERANDS), "tiles": flag, "rht_block": positive}      # of the recipe
-SETTINGS = (                    # name, type or choices, default (None: see parse_args), help
-    ("recipe", ufp4.RECIPES, "ufp4", "what is quantized how: see RECIPES in ufp4.py"),
-    ("model", PRESETS, "small" if GPU else "nano", "preset: sizes, schedule, data (see PRESETS)"),
-    ("data", str, None, "python, shakespeare, fineweb, or a text file (default: the model's)"),
-    ("out", str, None, "directory for log and checkpoints (default: out/MODEL-RECIPE-sSEED)"),
-    ("resume", flag, False, "go on from the last checkpoint in OUT"),
-    ("branch", str, None, "start from this checkpoint of a run that may differ in its recipe"),
-    ("seed", natural, 0, "of weights, batches and stochastic rounding"),
-    ("device", str, "cuda" if GPU else "cpu", "cpu, cuda, cuda:1, ..."),
-    ("dtype", ("float32", "bfloat16"), None, "of GEMMs (default: bfloat16 if the hardware has it)"),
-    ("compile", flag, False, "torch.compile each block (experts need --dtype bfloat16 for that)"),
-    ("grad_accum", positive, 1, "parts that a rank's share of the batch is computed in"),
-    ("remat", flag, False, "keep a block's input only and compute its activations again (slower)"),
-    ("keep_bf16", natural, 0, "leave this many of the last blocks unquantized"),
-    ("min_lr", real, 0.1, "final learning rate, as a fraction of the peak; cosine decay"),
-    ("weight_decay", real, 0.1, "AdamW, on matrices"),
-    ("clip", real, 1.0, "largest gradient norm; 0: no clipping"),
-    ("eval_interval", positive, 100, "steps between validations"),
-    ("eval_windows", positive, 128, "fixed validation windows of SEQ_LEN tokens"),
-    ("save_interval", positive, 100, "steps between checkpoints"),
-    ("log_interval", positive, 10, "steps between lines of the log"),
-    ("sample", natural, 200, "tokens of text to print at the end"),
-    *((name, kind, None, "in place of the model's") for name, kind in COLUMNS.items()),
-    *((name, kind, None, "in place of the recipe's") for name, kind in FIELDS.items()),
-)
-RESUMABLE = {"out", "device", "steps", "warmup", "eval_interval", "save_interval", "log_interval",
-             "sample", "compile", "resume", "branch", "grad_accum", "remat"}    # with --resume
-BRANCHABLE = RESUMABLE | {"recipe", "keep_bf16", "overrides", "row"}        # and with --branch
+CHOICES = {"recipe": ufp4.RECIPES, "model": PRESETS, "dtype": ("float32", "bfloat16"),
+           "fmt": ufp4.FORMATS, "scale": ufp4.SCALES}
+
+@dataclass
+class Settings:
+    """Each field is a flag: batch_size is --batch-size. In a type's place stands the
+    function that reads the flag's text. The comment becomes its help."""
+    recipe: str = "ufp4"            # how layers multiply, see RECIPES in ufp4.py
+    model: str = "small" if GPU else "nano"     # sizes, schedule and data, see PRESETS
+    data: str = None                # python, shakespeare, fineweb or a text file
+    out: str = None                 # directory (default: out/MODEL-RECIPE-sSEED)
+    seed: natural = 0               # of weights, batches, RHT signs and random bits
+    keep_bf16: natural = 0          # how many of the last blocks to leave unquantized
+    resume: bool = False            # go on from the last checkpoint in OUT
+    branch: str = None              # start from this checkpoint; its recipe may differ
+    prompt: str = None              # only continue this text; with --resume or --branch
+    device: str = "cuda" if GPU else "cpu"      # cpu, cuda, cuda:1, mps, ...
+    dtype: str = None               # of products (default: bfloat16 if hardware has it)
+    compile: bool = False           # torch.compile blocks (experts: in bfloat16 only)
+    remat: bool = False             # activation checkpointing: less memory, more time
+    grad_accum: positive = 1        # gradient accumulation steps
+    min_lr: real = 0.1              # last learning rate, as a fraction of the peak
+    weight_decay: real = 0.1        # of matrices, by AdamW
+    clip: real = 1.0                # largest gradient norm; 0 does not clip
+    eval_interval: positive = 100   # steps between validations
+    eval_windows: positive = 128    # validation windows of SEQ_LEN tokens
+    save_interval: positive = 100   # steps between checkpoints
+    log_interval: positive = 10     # steps between lines of the log
+    sample: natural = 200           # tokens of text to print at the end
+    # These come from the preset if no flag is given
+    layers: positive = None         # number of blocks
+    dim: positive = None            # width of the residual stream
+    heads: positive = None          # attention heads
+    hidden: positive = None         # width inside the MLP, or inside each expert
+    experts: natural = None         # experts in a block; 0 for a dense model
+    top_k: natural = None           # experts that each token takes
+    seq_len: positive = None        # tokens in a sequence
+    batch_size: positive = None     # sequences in a step, of all processes together
+    steps: positive = None          # steps in all
+    lr: real = None                 # peak learning rate
+    warmup: natural = None          # steps (default: the preset's, or a fifth of all)
+    # These come from the recipe if no flag is given
+    fmt: str = None                 # format of the elements
+    scale: str = None               # format of the scales
+    block: positive = None          # elements that share a scale
+    rht: some_of(ufp4.GEMMS) = None     # products that rotate, e.g. fprop,wgrad or none
+    sr: some_of(ufp4.OPERANDS) = None   # operands rounded stochastically, e.g. x,dy
+    tiles: bool = None              # square blocks in the weights
+    rht_block: positive = None      # size of the Hadamard matrix
+
+    @property
+    def overrides(self):
+        """The fields of the recipe that flags change."""
+        given = {name: getattr(self, name) for name in RECIPE_FIELDS}
+        return {name: value for name, value in given.items() if value is not None}
+
+RECIPE_FIELDS = ("fmt", "scale", "block", "rht", "sr", "tiles", "rht_block")
 
 def parse_args(argv=None):
-    """-> a Namespace of SETTINGS, and .overrides, the FIELDS of the recipe that flags change."""
-    p = argparse.ArgumentParser(argument_default=argparse.SUPPRESS)
+    """The flags as Settings. Preset and hardware fill in what they leave open."""
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.error = lambda message: stop(message, 2)
-    for name, kind, default, text in SETTINGS:
-        how = "action" if kind is flag else "type" if callable(kind) else "choices"
-        text += "" if default in (None, False) else f" (default: {default})"
-        p.add_argument("--" + name.replace("_", "-"), help=text, **{how: kind})
-    given = vars(p.parse_args(argv))
-    overrides = {name: given.pop(name) for name in FIELDS if name in given}
-    s = {name: default for name, _, default, _ in SETTINGS if name not in FIELDS} | given
-    s = argparse.Namespace(**s | PRESETS[s["model"]] | given, overrides=overrides)
-    s.warmup = given.get("warmup", min(s.warmup, s.steps // 5))     # or a fifth
+    comments = dict(re.findall(r"(\w+): .*# (.*)", inspect.getsource(Settings)))
+    for f in fields(Settings):
+        text = comments[f.name]
+        if f.default not in (None, False):
+            text += f" (default: {f.default})"
+        how = {"type": f.type, "choices": CHOICES.get(f.name)}
+        if f.type is bool:
+            how = {"action": argparse.BooleanOptionalAction}
+        name = "--" + f.name.replace("_", "-")
+        p.add_argument(name, default=f.default, help=text, **how)
+    s = Settings(**vars(p.parse_args(argv)))
+    preset = PRESETS[s.model]
+    if s.warmup is None:
+        s.warmup = min(preset["warmup"], (s.steps or preset["steps"]) // 5)
+    for name, value in preset.items():
+        if getattr(s, name) is None:
+            setattr(s, name, value)
     if s.batch_size % (WORLD * s.grad_accum):
-        p.error(f"batch size must be a multiple of {WORLD} processes x --grad-accum {s.grad_accum}")
+        p.error(f"--batch-size {s.batch_size} must be a multiple of {WORLD} processes "
+                f"x --grad-accum {s.grad_accum}")
+    if s.prompt is not None and not (s.prompt and (s.resume or s.branch)):
+        p.error("--prompt needs a text, and --resume or --branch for a model")
     try:
         if s.device == "cuda" and WORLD > 1:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.empty(1, device=s.device)
-    except (RuntimeError, AssertionError) as e:         # none such, or not in this build of torch
+    except (RuntimeError, AssertionError) as e:     # torch can't use such a device
         p.error(f"--device {s.device} can't be used: {str(e).splitlines()[0]}")
     s.dtype = s.dtype or ("bfloat16" if hardware(s.device)[1] else "float32")
     s.out = s.out or f"out/{s.model}-{variant(s)}-s{s.seed}"
     return s
 
 def hardware(device):
-    """(name of the GPU or CPU, whether it has instructions for BF16)"""
+    """-> (the name of the GPU or CPU, whether it has instructions for BF16)"""
     if device.startswith("cuda"):
         return (torch.cuda.get_device_name(device),
                 torch.cuda.is_bf16_supported(including_emulation=False))
@@ -274,22 +355,27 @@ def hardware(device):
     return cpu.get("cpu_name", cpu.get("architecture", "a CPU")), bf16
 
 def variant(s):
-    """The recipe's name with its overrides, e.g. ufp4-rht.wgrad-sr.none."""
+    """The recipe's name and what flags change, e.g. ufp4-rht.wgrad-sr.none."""
     changed = s.overrides | ({"keep_bf16": s.keep_bf16} if s.keep_bf16 else {})
-    text = {k: "+".join(v) or "none" if isinstance(v, tuple) else v for k, v in changed.items()}
-    return "-".join([s.recipe, *(f"{k}.{v}" for k, v in text.items())])
+    parts = [s.recipe]
+    for name, value in changed.items():
+        text = "+".join(value) or "none" if isinstance(value, tuple) else value
+        parts.append(f"{name}.{text}")
+    return "-".join(parts)
 
 def make_recipe(s):
-    """The named recipe with the overrides given; its random signs follow the seed."""
+    """The recipe, with what flags change. Its random signs follow the seed."""
     recipe = ufp4.RECIPES[s.recipe]
     if s.overrides and recipe.fmt is None:
-        raise ValueError(f"--{', --'.join(s.overrides)} has no effect on recipe {s.recipe}")
+        flags = ", ".join(f"--{name}" for name in s.overrides)
+        raise ValueError(f"{flags} has no effect on recipe {s.recipe}")
     return replace(recipe, sign_seed=recipe.sign_seed + s.seed, **s.overrides)
 
-# --- Data. A batch is a pure function of (seed, step), so a checkpoint's step is its place in it
+# --- Data ----------------------------------------------------------------------------
 
 def windows(files, starts, s):
-    """(tokens, targets), each (rows, seq_len) int64: windows, numbered through all files."""
+    """-> tokens (B, T), and targets (B, T), which are the next tokens. A start counts
+    through all files, over the places where a window fits into its file."""
     rows = []
     for i in starts:
         for tokens in files:
@@ -297,155 +383,97 @@ def windows(files, starts, s):
                 break
             i -= len(tokens) - s.seq_len
         rows.append(tokens[i:i + s.seq_len + 1])
-    rows = torch.from_numpy(np.stack(rows).astype(np.int64)).to(s.device)
+    rows = torch.from_numpy(np.stack(rows).astype(np.int64))
+    if s.device.startswith("cuda"):     # a copy of pinned memory does not wait
+        rows = rows.pin_memory().to(s.device, non_blocking=True)
+    rows = rows.to(s.device)
     return rows[:, :-1], rows[:, 1:]
 
 def get_batch(files, s, step, part=0):
-    """A part of this rank's share of a step's random windows, which any number of ranks share."""
+    """Random windows for a part of a step, this process's share of them. They depend on
+    the seed and the step alone, so resuming needs only the step's number."""
     count = sum(len(tokens) - s.seq_len for tokens in files)
-    starts = np.random.default_rng((s.seed, step)).integers(0, count, size=s.batch_size)
-    n = s.batch_size // (WORLD * s.grad_accum)
-    return windows(files, starts[(part * WORLD + RANK) * n:][:n], s)
+    generator = np.random.default_rng((s.seed, step))
+    starts = generator.integers(0, count, size=s.batch_size)
+    size = s.batch_size // (WORLD * s.grad_accum)
+    return windows(files, starts[(part * WORLD + RANK) * size:][:size], s)
+
+# --- Evaluation ----------------------------------------------------------------------
+
+def validation_batches(tokens, s):
+    """Pairs of a batch and its number of windows, spaced evenly over the text.
+    FSDP needs every process in every pass. So a process that has no window left gets a
+    dummy, and the number 0."""
+    starts = np.linspace(0, len(tokens) - s.seq_len - 1, s.eval_windows).astype(int)
+    size = s.batch_size // (WORLD * s.grad_accum)
+    for first in range(0, len(starts), size * WORLD):
+        mine = starts[first + RANK * size:][:size]
+        yield windows([tokens], mine if len(mine) else starts[:1], s), len(mine)
 
 @torch.no_grad()
 def evaluate(model, tokens, s):
-    """Mean loss over eval_windows windows, evenly spaced, with the same noise each time. The ranks
-    share them out; one that has none left computes on, for the others need its weights."""
+    """The mean loss over the validation windows, always with the same random bits."""
     model.eval()
     torch.manual_seed(s.seed)
-    starts = np.linspace(0, len(tokens) - s.seq_len - 1, s.eval_windows).astype(np.int64)
-    n = s.batch_size // (WORLD * s.grad_accum)
-    total = torch.zeros((), dtype=torch.float64, device=s.device)
-    for first in range(0, len(starts), n * WORLD):
-        part = starts[first + RANK * n:][:n]
-        total += model(*windows([tokens], part if len(part) else starts[:1], s)) * len(part)
+    losses = [model(*batch) * n for batch, n in validation_batches(tokens, s)]
     model.train()
-    return all_sum(total).item() / len(starts)
+    return sum(all_sum(torch.stack(losses)).tolist()) / s.eval_windows
+
+@torch.no_grad()
+def fprop_noise(model, tokens):
+    """How far quantization changes what the layers put out, on tokens (B, T). An output
+    is Y = slope X W^T + R, with R orthogonal to X W^T. Its noise is the error's power
+    relative to the exact output's, |R|^2 / |X W^T|^2. A slope below 1 is shrinkage.
+    Returns means over the quantized layers, and the layer with most noise."""
+    found, hooks = {}, []
+
+    def compare(name, layer, inputs, y):
+        x, *offsets = inputs
+        exact = ufp4.linear(x, layer.weight, "bf16", *offsets).float()
+        power = exact.square().sum()
+        slope = (exact * y).sum() / power
+        found[name] = torch.stack([(y - slope * exact).square().sum() / power, slope])
+
+    for name, layer in model.named_modules():
+        linear = isinstance(layer, (ufp4.Linear, ExpertLinear))
+        if linear and layer.recipe.fmt is not None:
+            hooks.append(layer.register_forward_hook(partial(compare, name)))
+    if not hooks:
+        return {}
+    model.eval()
+    with torch.compiler.set_stance("force_eager"):      # compiled code may skip hooks
+        model(tokens)
+    model.train()
+    for hook in hooks:
+        hook.remove()
+    table = torch.stack([*found.values()]).cpu()        # a row for each layer
+    noise, slope = table.mean(0).tolist()
+    worst = table[:, 0].argmax().item()
+    return {"noise": noise, "slope": slope, "worst_layer": [*found][worst],
+            "worst_noise": table[worst, 0].item()}
 
 @torch.no_grad()
 def sample(model, prompt, s, vocab_size):
-    """Text: the prompt, and s.sample tokens that continue it. All ranks draw the same."""
+    """The text of prompt, a list of tokens, and of s.sample tokens that continue it."""
     model.eval()
-    torch.manual_seed(s.seed)
-    tokens = torch.from_numpy(prompt.astype(np.int64))[None].to(s.device)
+    torch.manual_seed(s.seed)                           # all processes draw the same
+    tokens = torch.tensor([prompt], device=s.device)                    # (1, T)
     for _ in range(s.sample):
-        logits = model(tokens[:, -s.seq_len:])[:, -1].float()
+        logits = model(tokens[:, -s.seq_len:])[:, -1].float()           # (1, V)
         p = torch.softmax(logits / 0.8, -1)             # at temperature 0.8
         tokens = torch.cat((tokens, torch.multinomial(p, 1)), 1)
     return decode(tokens[0].tolist(), vocab_size)
 
-# --- Checkpoints and the log
+def continue_prompt(s):
+    """What --prompt does, for which it needs a checkpoint, but no data."""
+    vocab_size = vocabulary(s.data)
+    prompt = encode(s.prompt, vocab_size)
+    model, _ = build(s, make_recipe(s), vocab_size)
+    path, _ = find_checkpoint(s, recorded(s, s.data))
+    load(path, {"model": get_model_state_dict(model)})
+    print(sample(model, prompt, s, vocab_size))
 
-def stop(message, code=1):
-    """End the run with a sentence. Where all ranks stop, rank 0 speaks, and torchrun then ends the
-    others; one that stops alone speaks after a while, if torchrun hasn't ended it."""
-    if RANK and not signals:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(10)
-    if RANK == 0 or not signals:
-        tqdm.write(f"train.py: {message}", file=sys.stderr)
-    if WORLD > 1:                       # at once: a clean exit may wait for a rank that is gone
-        os._exit(code)
-    sys.exit(code)
-
-def checkpoints(out):
-    return sorted(p for p in out.glob("ckpt-*") if p.name[5:].isdigit())    # not a user's copy
-
-def state_of(model, optimizer):
-    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
-
-def save(out, step, settings, model, optimizer):
-    """Write ckpt-STEP, all ranks together, under another name first; drop the third last."""
-    state = {"step": step, "settings": json.dumps(settings), **state_of(model, optimizer)}
-    dcp.save(state, checkpoint_id=out / "saving")
-    if RANK == 0:
-        (out / "saving").rename(out / f"ckpt-{step:07d}")
-        for old in checkpoints(out)[:-2]:
-            shutil.rmtree(old)
-
-def load(path, state):
-    """Read a checkpoint into a state dict's tensors. (Its pickles can run code: is it trusted?)"""
-    try:
-        dcp.load(state, checkpoint_id=path)
-    except dcp.CheckpointException as e:
-        reason = next(iter(e.failures.values()))[0]
-        before = [p for p in checkpoints(path.parent) if p < path]
-        hint = f"; delete it, and --resume goes on from {before[-1]}" if before else ""
-        stop(f"{path} is missing, damaged or not a checkpoint of train.py ({reason!r}){hint}")
-
-def differences(settings, saved, may_differ):
-    return [f"{k} is {settings.get(k)!r} now and was {saved.get(k)!r}" for k in settings | saved
-            if k not in may_differ and json.dumps(settings.get(k)) != json.dumps(saved.get(k))]
-
-def start(s, settings, model, optimizer):
-    """Give the model its values: random ones, or with --resume or --branch those of a checkpoint
-    of a run with the same settings. Returns how many steps it has done."""
-    if not s.resume and not s.branch:
-        torch.manual_seed(s.seed)
-        model.init_weights()
-        return 0
-    kept = checkpoints(Path(s.out))
-    if s.resume and not kept:
-        stop(f"--resume: no checkpoint in {s.out}; start without --resume, or name another --out")
-    path = kept[-1] if s.resume else Path(s.branch)
-    load(path, saved := {"step": 0, "settings": ""})
-    differ = differences(settings, json.loads(saved["settings"]),
-                         RESUMABLE if s.resume else BRANCHABLE)
-    if differ:
-        stop(f"{path} belongs to a run with other settings: {'; '.join(differ)}")
-    load(path, state_of(model, optimizer))
-    return saved["step"]
-
-def start_log(s, settings, step):
-    """Begin log.jsonl; an earlier run's OUT is renamed. On resuming, cut it back to `step`."""
-    out, n = Path(s.out), 1
-    log, part = out / "log.jsonl", out / "log.jsonl.tmp"
-    if (log.exists() or checkpoints(out)) and not s.resume:
-        while (previous := out.with_name(f"{out.name}-previous-{n}")).exists():
-            n += 1
-        out.rename(previous)
-        print(f"{out} held an earlier run; that is now {previous}")
-    out.mkdir(parents=True, exist_ok=True)
-    lines = [{"settings": settings, "commit": commit(), "torch": torch.__version__,
-              "hardware": hardware(s.device)[0], "processes": WORLD}]
-    if log.exists():
-        lines += [line for line in read_log(log)[1:] if line["step"] <= step]
-    part.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    os.replace(part, log)
-
-def read_log(path):
-    return [json.loads(line) for line in path.open() if line.endswith("\n")]     # the whole ones
-
-def commit():
-    """The commit of this code, with "-dirty" if it was changed; None if that can't be known."""
-    done = subprocess.run("git describe --always --dirty --abbrev=40 --exclude='*'", shell=True,
-                          cwd=Path(__file__).parent, capture_output=True, text=True)
-    return done.stdout.strip() or None
-
-def loss_error(s, settings, val_loss):
-    """How far a loss is from that of a finished bf16 run beside OUT with the same settings."""
-    wanted = settings | {"recipe": "bf16", "overrides": {}, "keep_bf16": 0, "branch": None}
-    may_differ = RESUMABLE - {"steps", "warmup", "branch"} | {"row"}
-    for path in sorted(Path(s.out).parent.glob("*/log.jsonl")):
-        with suppress(OSError, ValueError, TypeError, KeyError):    # another program's, or no run
-            first, *_, last = read_log(path)
-            if last["step"] == s.steps and not differences(wanted, first["settings"], may_differ):
-                bf16 = last["val_loss"]
-                return f"BF16-relative loss error {val_loss / bf16 - 1:+.2%} (bf16: {bf16:.4f})"
-    return "for its loss error, finish a run of --recipe bf16 with the same settings beside it"
-
-# --- Training
-
-def counts(model, s):
-    """(parameters, those active for a token, FLOPs a token). A weight that multiplies takes 2 FLOPs
-    forward and 4 backward; causal attention 6 T C a layer."""
-    total = sum(p.numel() for p in model.parameters())
-    idle = s.layers * (s.experts - s.top_k) * 3 * s.dim * s.hidden      # others' experts
-    flops = 6 * (total - idle - model.embed.weight.numel()) + 6 * s.seq_len * s.dim * s.layers
-    return total, total - idle, flops
-
-# Dense BF16 FLOP/s, by NVIDIA's data sheets, of SXM modules
-PEAKS = {"NVIDIA A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "B300": 2250e12}
+# --- Training ------------------------------------------------------------------------
 
 def learning_rate(step, s):
     """Linear warm-up, then cosine decay to min_lr * lr at the last step."""
@@ -454,117 +482,344 @@ def learning_rate(step, s):
     t = (step - s.warmup) / max(1, s.steps - 1 - s.warmup)
     return s.lr * (s.min_lr + (1 - s.min_lr) * 0.5 * (1 + math.cos(math.pi * t)))
 
+def counts(model, s):
+    """-> (parameters, those that one token uses, FLOPs for one token). A weight takes 2
+    FLOPs forward and 4 backward, causal attention 6 T C a layer."""
+    total = sum(p.numel() for p in model.parameters())
+    idle = s.layers * (s.experts - s.top_k) * 3 * s.dim * s.hidden  # in other experts
+    products = 6 * (total - idle - model.embed.weight.numel())
+    return total, total - idle, products + 6 * s.seq_len * s.dim * s.layers
+
+# BF16 FLOP/s without sparsity, by NVIDIA's data sheets, of SXM modules
+PEAKS = {"NVIDIA A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12,
+         "B300": 2250e12}
+
+def utilization(model, s, tokens_per_s):
+    """MFU, the training's FLOP/s divided by the peak; None if that is unknown."""
+    for gpu, peak in PEAKS.items():
+        if gpu in hardware(s.device)[0] and s.dtype == "bfloat16":
+            return counts(model, s)[2] * tokens_per_s / (WORLD * peak)
+    return None
+
 def build(s, recipe, vocab_size):
-    """The model, sharded over the ranks, without values yet, and its optimizer."""
-    with torch.device("meta"):
+    """-> (the model, whose weights have no values yet, and its optimizer)"""
+    with torch.device("meta"):          # no memory before FSDP has shared it out
         model = GPT(s, recipe, vocab_size)
     for block in model.blocks:
-        if s.remat:                     # keep its input alone; backward draws the same noise again
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         if s.compile:
-            block.compile()
+            block.forward = torch.compile(block.forward)
+        if s.remat:                     # it repeats the random bits, too
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if WORLD > 1:
-        mesh = dist.device_mesh.init_device_mesh(torch.device(s.device).type, (WORLD,))
-        for module in (*model.blocks, model):
-            fully_shard(module, mesh=mesh)
+        shard(model, s)
     model.to_empty(device=s.device)
-    groups = [{"params": [p for p in model.parameters() if p.dim() > 1]},
-              {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0}]
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    gains = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": matrices}, {"params": gains, "weight_decay": 0.0}]
     return model, torch.optim.AdamW(groups, lr=s.lr, betas=(0.9, 0.95), fused=True,
                                     weight_decay=s.weight_decay)
 
-def train(s):
-    """Run the settings; returns the final validation loss."""
-    recipe, out = make_recipe(s), Path(s.out)
-    model, optimizer = build(s, recipe, vocabulary(s.data))
-    if RANK == 0:
+def set_up(s):
+    """Build the model, read the data, load a checkpoint if one is named, begin the log.
+    -> model, optimizer, training files, validation tokens, the number of steps that are
+    done, and the settings for the log and for checkpoints"""
+    model, optimizer = build(s, make_recipe(s), vocabulary(s.data))
+    if RANK == 0:                       # one process downloads for all
         check(prepare(s.data), s.seq_len + 1)
-    all_sum(torch.zeros(1))                             # the others wait
+    any_process(False)                  # the others wait for it
     dataset = prepare(s.data)
-    handlers = {n: signal.signal(n, lambda n, _: signals.append(n)) for n in (2, 15)}   # INT, TERM
-    files, val = [read_tokens(path) for path in dataset.train], read_tokens(dataset.val[0])
-    row = {k: str(getattr(v, "name", getattr(v, "__name__", v))) for k, v in vars(recipe).items()}
-    settings = vars(s) | {"data": f"{dataset.train[0].parent.name}-{len(files)}", "row": row}
-    first = start(s, settings, model, optimizer)
+    files, val = [read_tokens(p) for p in dataset.train], read_tokens(dataset.val[0])
+    # The folder of a text has its checksum in its name
+    settings = recorded(s, f"{dataset.train[0].parent.name}-{len(files)}")
+    if s.resume or s.branch:
+        path, step = find_checkpoint(s, settings)
+        load(path, state_of(model, optimizer))
+    else:
+        step = 0
+        torch.manual_seed(s.seed)
+        model.init_weights()
     if RANK == 0:
-        start_log(s, settings, first)
+        start_log(s, settings, step)
+    total, active, _ = counts(model, s)
+    name, _ = hardware(s.device)
+    print(f"{s.model}, {total / 1e6:.2f}M parameters, {active / 1e6:.2f}M active a "
+          f"token, recipe {variant(s)}, {s.dtype} on {WORLD} x {name}, data {s.data}, "
+          f"steps {step} to {s.steps} of {s.batch_size} x {s.seq_len} tokens, "
+          f"to {s.out}")
+    if ufp4.RECIPES[s.recipe].fmt is not None and s.device == "cpu":
+        print("the first step compiles the quantizer, which takes a minute or two "
+              "unless it is cached")
+    return model, optimizer, files, val, step, settings
+
+signals = []        # Ctrl-C and SIGTERM are noted here; the loop stops after its step
+
+def train(s):
+    """Train; returns the last validation loss."""
+    model, optimizer, files, val, done, settings = set_up(s)
     moes = [m for m in model.modules() if isinstance(m, MoE)]
-    total, active, flops = counts(model, s)
-    name = hardware(s.device)[0]
-    peak = WORLD * sum(f for gpu, f in PEAKS.items() if gpu in name and s.dtype == "bfloat16")
-    print(f"{s.model}, {total / 1e6:.2f}M parameters, {active / 1e6:.2f}M active a token, recipe "
-          f"{variant(s)}, {s.dtype} on {WORLD} x {name}, data {s.data}, steps "
-          f"{first} to {s.steps} of {s.batch_size} x {s.seq_len} tokens, to {out}")
-    if recipe.fmt and s.device == "cpu":
-        print("the first step compiles the quantizer, which takes a minute or two if not cached")
-    val_loss = evaluate(model, val, s) if first >= s.steps else None
-    bar = tqdm(range(first, s.steps), initial=first, total=s.steps, disable=RANK > 0)
-    tokens, seconds = 0, 0.0            # since the last line of the log
+    handlers = {n: signal.signal(n, lambda number, _: signals.append(number))
+                for n in (signal.SIGINT, signal.SIGTERM)}
+    if done >= s.steps or s.resume and done % s.eval_interval == 0:
+        # The process that saved this step may have died before it validated
+        val_loss = validate(s, model, val, done)
+    unread, logged, seconds, clock = [], done, 0.0, time.perf_counter()
+    bar = tqdm(range(done, s.steps), initial=done, total=s.steps, disable=RANK > 0)
     for step in bar:
-        clock = time.perf_counter()
+        bits = np.random.SeedSequence((s.seed, step, RANK)).generate_state(1, np.uint64)
+        torch.manual_seed(int(bits[0]))             # of this step and process alone
         lr = learning_rate(step, s)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        noise = np.random.SeedSequence((s.seed, step, RANK))    # its own for each step and rank
-        torch.manual_seed(int(noise.generate_state(1, np.uint64)[0]))
         loss = 0.0
         for part in range(s.grad_accum):
-            part_loss = model(*get_batch(files, s, step, part)) / s.grad_accum
-            part_loss.backward()                        # FSDP averages over the ranks here
+            tokens, targets = get_batch(files, s, step, part)
+            part_loss = model(tokens, targets) / s.grad_accum
+            part_loss.backward()                    # FSDP averages over processes here
             loss += part_loss.detach()
         norm = nn.utils.clip_grad_norm_(model.parameters(), s.clip or math.inf)
-        norm = (norm.full_tensor() if WORLD > 1 else norm).item()
-        sums = torch.tensor((loss.item(), len(signals)), dtype=torch.float64, device=s.device)
-        loss, stopping = (all_sum(sums) / WORLD).tolist()
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            stop(f"step {step + 1}: the loss is {loss}, the gradient norm {norm}; the last good "
-                 f"checkpoint: {(checkpoints(out) or ['none'])[-1]}", 3)
         optimizer.step()
         optimizer.zero_grad()
-        max_load = max((m.balance().item() for m in moes), default=None)
-        tokens += s.batch_size * s.seq_len
-        seconds += time.perf_counter() - clock
+        loads = [moe.balance() for moe in moes]
+        unread.append(torch.stack((loss, whole(norm), *loads)))     # not read yet
 
-        step, val_loss = step + 1, None                 # steps done
-        if step % s.eval_interval == 0 or step == s.steps:
-            val_loss = evaluate(model, val, s)
-            if not math.isfinite(val_loss):
-                stop(f"step {step}: the validation loss is {val_loss}; this step is not saved", 3)
-            tqdm.write(f"step {step}: train loss {loss:.4f}, validation loss {val_loss:.4f}")
-        if step % s.log_interval == 0 or val_loss is not None:
-            speed, tokens, seconds = tokens / seconds, 0, 0.0
-            line = {"step": step, "train_loss": loss, "val_loss": val_loss, "lr": lr,
-                    "grad_norm": norm, "max_load": max_load, "tokens_per_s": round(speed),
-                    "mfu": flops * speed / peak if peak else None}
-            if RANK == 0:
-                with open(out / "log.jsonl", "a") as log:
-                    log.write(json.dumps(line) + "\n")
-            bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s", refresh=False)
-        if step % s.save_interval == 0 or step == s.steps or stopping:
-            save(out, step, settings, model, optimizer)
-        if stopping and step < s.steps:
-            stop(f"stopped after step {step} and saved; add --resume to the same command", 130)
+        step += 1                                   # from here on, the steps done
+        stops, last = any_process(signals), step == s.steps
+        validates = last or step % s.eval_interval == 0
+        saves = last or stops or step % s.save_interval == 0
+        logs = validates or step % s.log_interval == 0
+        if not (saves or logs):
+            continue
+        loss, norm, *loads = read(unread, step, s)  # waits for the device
+        seconds += time.perf_counter() - clock      # without saving and validating
+        if logs:
+            speed = (step - logged) * s.batch_size * s.seq_len / seconds
+            logged, seconds = step, 0.0
+            log(s, {"step": step, "train_loss": loss, "val_loss": None, "lr": lr,
+                    "grad_norm": norm, "max_load": max(loads, default=None),
+                    "tokens_per_s": round(speed), "mfu": utilization(model, s, speed)})
+            bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s", False)
+        if saves:
+            save(s, settings, step, model, optimizer)
+        if validates:
+            val_loss = validate(s, model, val, step, loss)
+        if stops and not last:
+            stop(f"stopped after step {step} and saved; add --resume to the same "
+                 "command", 130)
+        clock = time.perf_counter()
     for n, handler in handlers.items():
         signal.signal(n, handler)
     print(f"validation loss {val_loss:.4f} nats a token")
     if s.recipe != "bf16":
         print(loss_error(s, settings, val_loss))
     if s.sample:
-        print(f"--- sample\n{sample(model, val[:32], s, dataset.vocab_size)}\n---")
+        text = sample(model, val[:32].tolist(), s, vocabulary(s.data))
+        print(f"--- sample\n{text}\n---")
     return val_loss
 
+def read(unread, step, s):
+    """Wait for the device and read what each step since the last time has left there.
+    Returns the last step's. All are checked, so that no checkpoint follows a loss or a
+    gradient that is not finite."""
+    rows = (all_sum(torch.stack(unread)) / WORLD).tolist()      # means over processes
+    unread.clear()
+    for number, (loss, norm, *_) in enumerate(rows, step + 1 - len(rows)):
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            kept = checkpoints(Path(s.out)) or ["none"]
+            stop(f"step {number}: the loss is {loss}, the gradient norm {norm}; "
+                 f"the last good checkpoint: {kept[-1]}", 3)
+    return rows[-1]
+
+def validate(s, model, val, step, train_loss=None):
+    """Log the validation loss and the noise of the forward pass; returns the loss."""
+    val_loss = evaluate(model, val, s)
+    if not math.isfinite(val_loss):
+        stop(f"step {step}: the validation loss is {val_loss}; "
+             + go_back(Path(s.out) / f"ckpt-{step:07d}"), 3)
+    (tokens, _), _ = next(validation_batches(val, s))
+    noise = fprop_noise(model, tokens)
+    log(s, {"step": step, "val_loss": val_loss, **noise})
+    text = f"step {step}: validation loss {val_loss:.4f}"
+    if train_loss is not None:
+        text += f", train loss {train_loss:.4f}"
+    if noise:
+        text += (f", noise {noise['noise']:.2%}, slope {noise['slope']:.4f}, most "
+                 f"noise {noise['worst_noise']:.2%} in {noise['worst_layer']}")
+    tqdm.write(text)
+    return val_loss
+
+# --- Checkpoints and the log ---------------------------------------------------------
+# A step is logged, saved, and then validated: if validation dies, its weights are safe,
+# and --resume validates again.
+
+def checkpoints(out):
+    """The checkpoints in OUT, oldest first. Copies under other names don't count."""
+    return sorted(path for path in out.glob("ckpt-*") if path.name[5:].isdigit())
+
+def state_of(model, optimizer):
+    weights, moments = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": moments}
+
+def save(s, settings, step, model, optimizer):
+    """Write ckpt-STEP, all processes together, and keep the last two. A checkpoint gets
+    its name when it is whole."""
+    out = Path(s.out)
+    state = {"step": step, "settings": json.dumps(settings)}
+    state |= state_of(model, optimizer)
+    dcp.save(state, checkpoint_id=out / "saving")
+    if RANK == 0:
+        (out / "saving").rename(out / f"ckpt-{step:07d}")
+        for old in checkpoints(out)[:-2]:
+            shutil.rmtree(old)
+
+def load(path, state):
+    """Read a checkpoint into the tensors of `state`, and return its other values with
+    them. A checkpoint has pickles, which can run any code: load only what you trust."""
+    try:
+        dcp.load(state, checkpoint_id=path)
+    except dcp.CheckpointException as e:
+        reason = next(iter(e.failures.values()))[0]
+        stop(f"{path} is missing, damaged or not a checkpoint of train.py "
+             f"({reason!r}); {go_back(path)}")
+    return state
+
+def go_back(path):
+    """What to do about a checkpoint that is of no use."""
+    before = [p for p in checkpoints(path.parent) if p < path]
+    if not before:
+        return "no checkpoint is before it"
+    return f"delete {path}, and --resume goes on from {before[-1]}"
+
+def find_checkpoint(s, settings):
+    """-> (path, step) of the checkpoint that --resume or --branch means, if its run had
+    the same settings."""
+    kept = checkpoints(Path(s.out))
+    if s.resume and not kept:
+        stop(f"--resume: no checkpoint in {s.out}; start without --resume, or name "
+             "another --out")
+    path = kept[-1] if s.resume else Path(s.branch)
+    saved = load(path, {"step": 0, "settings": ""})
+    may_differ = RESUMABLE if s.resume else BRANCHABLE
+    if s.prompt is not None:
+        may_differ = may_differ | {"data"}              # no text is read
+    differ = differences(settings, json.loads(saved["settings"]), may_differ)
+    if differ:
+        stop(f"{path} belongs to a run with other settings: {'; '.join(differ)}")
+    return path, saved["step"]
+
+def start_log(s, settings, step):
+    """Begin log.jsonl with the settings. --resume keeps the lines up to its checkpoint;
+    without it the directory of an earlier run is renamed."""
+    out, n, lines = Path(s.out), 1, []
+    path, part = out / "log.jsonl", out / "log.jsonl.tmp"
+    if s.resume and path.exists():
+        lines = [line for line in read_log(path)[1:] if line["step"] <= step]
+    elif not s.resume and (path.exists() or checkpoints(out)):
+        while (previous := out.with_name(f"{out.name}-previous-{n}")).exists():
+            n += 1
+        out.rename(previous)
+        print(f"{out} held an earlier run; that is now {previous}")
+    out.mkdir(parents=True, exist_ok=True)
+    first = {"settings": settings, "commit": commit(), "torch": torch.__version__,
+             "hardware": hardware(s.device)[0], "processes": WORLD}
+    part.write_text("".join(json.dumps(line) + "\n" for line in (first, *lines)))
+    os.replace(part, path)
+
+def log(s, line):
+    if RANK == 0:
+        with open(Path(s.out) / "log.jsonl", "a") as lines:
+            lines.write(json.dumps(line) + "\n")
+
+def read_log(path):
+    """-> [the first line, then a dict for each step]. A validated step has a second
+    line in the file. Here the two are put together."""
+    steps = {}
+    with open(path) as lines:
+        for line in lines:
+            if line.endswith("\n"):     # a process that was killed leaves half a line
+                found = json.loads(line)
+                steps.setdefault(found.get("step"), {}).update(found)
+    return list(steps.values())
+
+def commit():
+    """The commit of this code, "-dirty" if it was changed; None if git can't say."""
+    done = subprocess.run("git describe --always --dirty --abbrev=40 --exclude='*'",
+                          cwd=Path(__file__).parent, capture_output=True, text=True,
+                          shell=True)
+    return done.stdout.strip() or None
+
+# --- Comparing runs ------------------------------------------------------------------
+# A run may go on, or be compared, only if its settings are the same. These may differ
+# on --resume, as no step's numbers depend on them:
+RESUMABLE = {"out", "device", "steps", "warmup", "eval_interval", "save_interval",
+             "log_interval", "sample", "compile", "resume", "branch", "prompt",
+             "grad_accum", "remat"}
+# A branch goes on from a run's weights under another recipe, so that may differ too:
+BRANCHABLE = RESUMABLE | {"recipe", "keep_bf16", "recipe_values", *RECIPE_FIELDS}
+
+def recorded(s, text):
+    """The settings for the log and checkpoints, with what names stand for: `text` for
+    the data set, and the recipe's values."""
+    recipe, values = make_recipe(s), {}
+    for f in fields(recipe):
+        value = getattr(recipe, f.name)
+        if f.compare:                   # formats and scales are known by their names
+            name = getattr(value, "name", getattr(value, "__name__", value))
+            values[f.name] = str(name)
+    return asdict(s) | {"data": text, "recipe_values": values}
+
+def differences(now, before, may_differ):
+    """What differs between the settings of two runs, in words."""
+    found = []
+    for name in sorted((now.keys() | before.keys()) - may_differ):
+        a, b = now.get(name), before.get(name)
+        if json.dumps(a) != json.dumps(b):              # JSON makes lists of tuples
+            found.append(f"{name} is {a!r} now and was {b!r}")
+    return found
+
+def loss_error(s, recorded, val_loss):
+    """How a loss compares with that of a finished bf16 run beside OUT, in words."""
+    wanted = recorded | {"recipe": "bf16", "keep_bf16": 0, "branch": None}
+    wanted |= dict.fromkeys(RECIPE_FIELDS)
+    may_differ = RESUMABLE - {"steps", "warmup", "branch"} | {"recipe_values"}
+    for path in sorted(Path(s.out).parent.glob("*/log.jsonl")):
+        try:
+            first, *_, last = read_log(path)
+            bf16, same = last["val_loss"], last["step"] == s.steps
+            if same and not differences(wanted, first["settings"], may_differ):
+                return (f"BF16-relative loss error {val_loss / bf16 - 1:+.2%} "
+                        f"(bf16: {bf16:.4f})")
+        except Exception:               # whatever is wrong: it is no log of ours
+            continue
+    return ("to see the loss error, finish a run of --recipe bf16 with the same "
+            "settings in a directory beside this one")
+
+# --- Start and stop ------------------------------------------------------------------
+
+def stop(message, code=1):
+    """End the process with a sentence. Code 1 or 2: the user can mend it. 3: the loss
+    diverged. 130: a signal came."""
+    if WORLD > 1:
+        stop_one_of_many(message, code)
+    tqdm.write(f"train.py: {message}", file=sys.stderr)
+    sys.exit(code)
+
 def main(argv=None):
-    """Train. What the user can mend is one sentence and exit code 1; 3 if the loss diverged."""
+    """The command. What the user can mend is one sentence, not a traceback."""
     if RANK:
-        sys.stdout = open(os.devnull, "w")
-    sys.stdout.reconfigure(errors="replace", line_buffering=True)   # "?" for what it can't show
-    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP, in a single process
-    logging.disable()                                   # what DCP logs of errors, stop() says
+        sys.stdout = open(os.devnull, "w")              # one process prints
+    # A character of a sample that the terminal can't show becomes "?"
+    sys.stdout.reconfigure(errors="replace", line_buffering=True)
+    # One process needs no torch.distributed. What torch logs of an error, stop() says
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")
+    logging.disable()
     try:
         s = parse_args(argv)
         if WORLD > 1:
             dist.init_process_group()
-        train(s)
+        if s.prompt is None:
+            train(s)
+        else:
+            continue_prompt(s)
         if WORLD > 1:
             dist.destroy_process_group()
     except (ValueError, OSError) as e:
@@ -572,9 +827,62 @@ def main(argv=None):
     except dcp.CheckpointException as e:
         stop(f"can't write a checkpoint: {next(iter(e.failures.values()))[0]}")
     except RuntimeError as e:
-        if WORLD == 1 or not (isinstance(e, dist.DistError) or "gloo" in str(e)):
+        if not connection_lost(e):
             raise
         stop("another process has stopped; --resume goes on from the last checkpoint")
+
+# --- Many processes ------------------------------------------------------------------
+# FSDP2 shards the model: each process keeps a part of each weight, and of its gradient
+# and optimizer state. To compute a block, its weights are gathered, in float32, so that
+# all processes quantize the same numbers. Each process computes its share of the batch.
+# So N processes do what one does with --grad-accum N, but for random bits and the order
+# of sums.
+
+def shard(model, s):
+    kind = torch.device(s.device).type
+    mesh = dist.device_mesh.init_device_mesh(kind, (WORLD,))
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh)
+
+def fill(p, values):
+    """Copy values into a parameter. Of a sharded one this process has some rows: 10
+    rows on 4 processes are 3, 3, 3 and 1."""
+    if WORLD > 1:
+        size = math.ceil(len(values) / WORLD)
+        p, values = p.to_local(), values[RANK * size:][:size]
+    p.copy_(values)
+
+def whole(norm):
+    """A norm of sharded gradients comes in parts."""
+    return norm.full_tensor() if WORLD > 1 else norm
+
+def all_sum(t):
+    """Sum a tensor over the processes, in place."""
+    if WORLD > 1:
+        dist.all_reduce(t)
+    return t
+
+def any_process(condition):
+    """Whether this holds in any process. They wait for each other here, but not for a
+    GPU, as the tensor is on the CPU."""
+    if WORLD == 1:
+        return bool(condition)
+    return all_sum(torch.tensor(float(bool(condition)))).item() > 0
+
+def stop_one_of_many(message, code):
+    """If all processes stop for one reason, rank 0 says it, and torchrun ends the rest,
+    which wait for that. A process with a reason of its own says it after ten seconds.
+    After a signal nobody waits."""
+    if RANK and not signals:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)   # by which torchrun ends it
+        time.sleep(10)
+    if RANK == 0 or not signals:
+        tqdm.write(f"train.py: {message}", file=sys.stderr)
+    os._exit(code)          # a clean exit may wait for a process that is gone
+
+def connection_lost(error):
+    """Whether torch.distributed says that another process is gone."""
+    return WORLD > 1 and (isinstance(error, dist.DistError) or "gloo" in str(error))
 
 if __name__ == "__main__":
     main()

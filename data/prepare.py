@@ -49,6 +49,15 @@ def decode(tokens, vocab_size):
     except OSError as e:
         return f"(no text, for GPT-2's vocabulary can't be had: {e})"
 
+def encode(text, vocab_size):
+    """The tokens of a text, a list. OSError if GPT-2's vocabulary can't be had."""
+    if vocab_size == 256:
+        return list(text.encode())
+    try:
+        return tiktoken.get_encoding("gpt2").encode_ordinary(text)
+    except OSError as e:
+        raise OSError(f"GPT-2's vocabulary, which the prompt needs, can't be had: {e}") from e
+
 def write_tokens(path, tokens):
     """Write a token file, atomically. tokens: ints under 65536."""
     if len(tokens) >= 2**31:
