@@ -37,14 +37,15 @@ import threading
 import time
 import unittest.mock
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+
+import train                        # before torch: it sets how CPU threads wait
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-import train
 import ufp4
 from data.prepare import prepare, read_tokens, vocabulary
 from ufp4 import FORMATS, GEMMS, OPERANDS, RECIPES, Quantizer, Recipe
@@ -910,15 +911,15 @@ class Run:
     @property
     def recipe(self):
         """The recipe with its overrides, and whether the run is a branch of another."""
-        overrides = {name: tuple(value) if isinstance(value, list) else value
-                     for name, value in self.settings["overrides"].items()}
-        settings = argparse.Namespace(**self.settings | {"overrides": overrides})
-        return train.variant(settings) + (", branched" if settings.branch else "")
+        names = {f.name for f in fields(train.Settings)}
+        s = train.Settings(**{name: tuple(value) if isinstance(value, list) else value
+                              for name, value in self.settings.items() if name in names})
+        return train.variant(s) + (", branched" if s.branch else "")
 
     @property
     def kind(self):
         """The key of COLORS."""
-        return kind_of(self.settings["recipe"], self.settings["overrides"].get("fmt"))
+        return kind_of(self.settings["recipe"], self.settings["fmt"])
 
     @property
     def done(self):
@@ -966,18 +967,10 @@ def find_runs(folders):
     return list(found.values()), unusable
 
 def bf16_run_of(run, others):
-    """Of these runs the one that train.py would compare this run with, or None.
-
-    It is a finished bf16 run with the same settings, except for the recipe and for what
-    may change on resuming. But it has as many steps, for the learning rate depends on
-    them, and it is no branch.
-    """
-    wanted = run.settings | {
-        "recipe": "bf16", "overrides": {}, "keep_bf16": 0, "branch": None}
-    may_differ = train.RESUMABLE - {"steps", "warmup", "branch"} | {"row"}
+    """Of these runs the one that train.py would compare this run with, or None."""
     for other in others:
         if (other.done == run.settings["steps"] and other.logged("val_loss")
-                and not train.differences(wanted, other.settings, may_differ)):
+                and train.is_baseline(other.settings, run.settings)):
             return other
     return None
 

@@ -776,16 +776,21 @@ def differences(now, before, may_differ):
             found.append(f"{name} is {a!r} now and was {b!r}")
     return found
 
-def loss_error(s, recorded, val_loss):
-    """How a loss compares with that of a finished bf16 run beside OUT, in words."""
-    wanted = recorded | {"recipe": "bf16", "keep_bf16": 0, "branch": None}
+def is_baseline(bf16, settings):
+    """Whether a run with the settings `bf16` is the one to compare another run with: a
+    bf16 run whose other settings are the same, and which is no branch."""
+    wanted = settings | {"recipe": "bf16", "keep_bf16": 0, "branch": None}
     wanted |= dict.fromkeys(RECIPE_FIELDS)
     may_differ = RESUMABLE - {"steps", "warmup", "branch"} | {"recipe_values"}
+    return not differences(wanted, bf16, may_differ)
+
+def loss_error(s, settings, val_loss):
+    """How a loss compares with that of a finished bf16 run beside OUT, in words."""
     for path in sorted(Path(s.out).parent.glob("*/log.jsonl")):
         try:
             first, *_, last = read_log(path)
-            bf16, same = last["val_loss"], last["step"] == s.steps
-            if same and not differences(wanted, first["settings"], may_differ):
+            bf16 = last["val_loss"]
+            if last["step"] == s.steps and is_baseline(first["settings"], settings):
                 return (f"BF16-relative loss error {val_loss / bf16 - 1:+.2%} "
                         f"(bf16: {bf16:.4f})")
         except Exception:               # whatever is wrong: it is no log of ours
