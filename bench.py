@@ -42,6 +42,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+import routes
 import train
 import ufp4
 from data.prepare import prepare, read_tokens, vocabulary
@@ -734,7 +735,7 @@ def lower(kernel, name, arch):
         rows, cols = map(kernels.OPERANDS.get, calls()[name])
         (TR, TC), options = kernels.SHAPES[rows is not None, cols is not None]
         constants = dict(ROWS=rows, COLS=cols, TR=TR, TC=TC, amax_ptr=None, stride_c=1)
-        types = "*bf16 *fp32 *fp32 *i32 *fp32 *i32 *fp32 *u32 i32 i32 i32 i32".split()
+        types = "*bf16 *fp32 *fp32 *i32 *fp32 *i32 *fp32 *fp32 *u32 i32 i32 i32 i32".split()
     else:
         path, block = kernels.route(RECIPES[name], arch), RECIPES[name].block
         (BM, BN, BK), options = kernels.product_shape(path, block, arch)
@@ -864,14 +865,13 @@ def bench_tune(args):
             print(f"{spread(ms, '{:.3f}')} ms: {name}, {tile}, {registers} registers", flush=True)
 
 # ---- plan: what a run costs, counted, not measured ----------------------------------------------
-# Dense peaks in TFLOP/s by path of kernels.route, where another multiplies in BF16; from NVIDIA's
+# Dense peaks in TFLOP/s by path of routes.route, where another multiplies in BF16; from NVIDIA's
 # data sheets: H200 (half the figures with sparsity), an eighth of HGX B200's.
 PEAKS = {"H200": ("sm_90", {"bf16": 989}),
          "B200": ("sm_100", {"bf16": 2250, "fp8": 4500, "fp4": 9000})}
 
 def bench_plan(args):
     """What train.py with the flags args.train would take on args.gpus GPUs."""
-    import kernels
     s, gpus = train.parse_args(args.train), args.gpus
     recipe = train.make_recipe(s)
     model, total, active, flops = counted(s, recipe)
@@ -885,7 +885,8 @@ def bench_plan(args):
     mlps = s.top_k + 1                                          # with the shared or only one
     inputs = 2 * s.dim + mlps * (s.dim + s.hidden)
     bf16 = 6 * s.dim + 3 * mlps * s.hidden + s.top_k * s.dim
-    kept = 2 if recipe.fmt is None else 0.5 + (4 if recipe.scale is ufp4.fp32 else 1) / recipe.block
+    scale = 4 if recipe.scale is ufp4.scale_fp32 else 1                     # bytes a block
+    kept = 2 if recipe.fmt is None else 0.5 + scale / recipe.block
     block = kept * inputs + 2 * bf16 + 4 * 4 * s.dim
     blocks = 4 * s.dim * s.layers + block if s.remat else block * s.layers
     tokens = s.batch_size * s.seq_len // (gpus * s.grad_accum)
@@ -902,7 +903,7 @@ def bench_plan(args):
     for name, size in [*sizes.items(), ("together", sum(sizes.values()))]:
         print(f"{name:37}{size / 2**30:10.2f} GiB a GPU")
     for gpu, (arch, peaks) in PEAKS.items():
-        path = kernels.route(recipe, arch)              # experts' products are in BF16
+        path = routes.route(recipe, arch)              # experts' products are in BF16
         seconds = quantized / peaks.get(path, peaks["bf16"]) + (flops - quantized) / peaks["bf16"]
         print(f"at most {gpus * 1e12 / seconds:,.0f} tokens/s on {gpu}, path {path} ({arch})")
 
