@@ -42,10 +42,10 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-import routes
 import train
 import ufp4
 from data.prepare import prepare, read_tokens, vocabulary
+from gpu import route
 from ufp4 import FORMATS, GEMMS, OPERANDS, RECIPES, Quantizer, Recipe
 
 HERE = Path(__file__).resolve().parent
@@ -134,7 +134,7 @@ def interleaved(functions, rounds):
     return [ms[2:] for ms in times]
 
 # ---- Experiments: recipes beside those of ufp4.py, which `bench.py train` knows too -------------
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Choosing(Quantizer):
     """Each block takes fmt or `other`: what has the smaller squared error to nearest, for noise in
     the choice would bias the result."""
@@ -151,7 +151,7 @@ class Choosing(Quantizer):
         (error, first), (other_error, second) = found
         return torch.where(other_error < error, second, first).flatten(dim - 1, dim)
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Sloped(Quantizer):
     """Rounded to nearest, rescaled so that <Q(x), x> / <x, x> is `slope`; SR stays as it is."""
     slope: float = 1.0
@@ -164,7 +164,7 @@ class Sloped(Quantizer):
         factor = self.slope * x.square().sum() / (q * x).sum().clamp(min=1e-300)    # zeros: 0
         return q * factor.float()
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Experiment(Recipe):
     """A recipe whose quantizers are of another kind, or have `more` set, in all GEMMs or in one."""
     kind: type = Quantizer
@@ -660,7 +660,7 @@ SCALED = ("e2m1", "ufp4", "e2m1-full-rht")
 def counted(s, recipe="bf16"):
     """(GPT without values, parameters, those active for a token, FLOPs a token)"""
     with torch.device("meta"):
-        model = train.GPT(s, ufp4.named("recipe", recipe, RECIPES), vocabulary(s.data))
+        model = train.GPT(s, ufp4.lookup("recipe", recipe, RECIPES), vocabulary(s.data))
     return model, *train.counts(model, s)
 
 def bench_scaling(args):
@@ -737,7 +737,7 @@ def lower(kernel, name, arch):
         constants = dict(ROWS=rows, COLS=cols, TR=TR, TC=TC, amax_ptr=None, stride_c=1)
         types = "*bf16 *fp32 *fp32 *i32 *fp32 *i32 *fp32 *fp32 *u32 i32 i32 i32 i32".split()
     else:
-        path, block = kernels.route(RECIPES[name], arch), RECIPES[name].block
+        path, block = route(RECIPES[name], arch), RECIPES[name].block
         (BM, BN, BK), options = kernels.product_shape(path, block, arch)
         codes, width = ("u8", BK // 2) if path == "fp4" else ("i32", BK // 8)
         scale, none = ("fp8e4nv", {}) if block == 16 else ("u8", {"a_t_ptr": None, "b_t_ptr": None})
@@ -777,7 +777,7 @@ def lowering(*call):
 def bench_dispatch(args):
     import kernels
     def product(arch, recipe):
-        path = kernels.route(RECIPES[recipe], arch)
+        path = route(RECIPES[recipe], arch)
         if path == "cublas":
             return path
         r = lowering("matmul_kernel", recipe, arch)
@@ -865,7 +865,7 @@ def bench_tune(args):
             print(f"{spread(ms, '{:.3f}')} ms: {name}, {tile}, {registers} registers", flush=True)
 
 # ---- plan: what a run costs, counted, not measured ----------------------------------------------
-# Dense peaks in TFLOP/s by path of routes.route, where another multiplies in BF16; from NVIDIA's
+# Dense peaks in TFLOP/s by path of gpu.py, where another multiplies in BF16; from NVIDIA's
 # data sheets: H200 (half the figures with sparsity), an eighth of HGX B200's.
 PEAKS = {"H200": ("sm_90", {"bf16": 989}),
          "B200": ("sm_100", {"bf16": 2250, "fp8": 4500, "fp4": 9000})}
@@ -903,7 +903,7 @@ def bench_plan(args):
     for name, size in [*sizes.items(), ("together", sum(sizes.values()))]:
         print(f"{name:37}{size / 2**30:10.2f} GiB a GPU")
     for gpu, (arch, peaks) in PEAKS.items():
-        path = routes.route(recipe, arch)              # experts' products are in BF16
+        path = route(recipe, arch)              # experts' products are in BF16
         seconds = quantized / peaks.get(path, peaks["bf16"]) + (flops - quantized) / peaks["bf16"]
         print(f"at most {gpus * 1e12 / seconds:,.0f} tokens/s on {gpu}, path {path} ({arch})")
 
