@@ -133,16 +133,35 @@ def test_core_e4m3_scales_are_in_the_table_of_e4m3_numbers(name, scale):
     table = np.array([(m / 8 + (e > 0)) * 2.0 ** (max(e, 1) - 7)
                       for e in range(16) for m in range(8)][:127])      # the 128th is NaN
     assert table[-1] == 448
-    amax = torch.cat((10 ** torch.linspace(-9, 0, 3000), torch.from_numpy(table / 448).float()))
-    s, t = SCALES[scale](amax, GRIDS[name][-1])
-    g_max = np.float32(GRIDS[name][-1])
-    assert t == np.float32(1) / (448 * g_max)
-    r = (amax.numpy() / g_max / t.numpy()).astype(np.float64)
+    g_max, one = np.float32(GRIDS[name][-1]), np.float32(1)
+    t = one / (448 * g_max)
+    largest_level = g_max * table.astype(np.float32) * t                # of a block, by its scale
+    near = [np.nextafter(largest_level, np.float32(to)) for to in (0, 2)]
+    amax = np.concatenate((10 ** np.linspace(-9, 0, 3000), largest_level, *near))
+    amax = amax.astype(np.float32).clip(0, 1)                           # the largest is 1
+    s, got_t = SCALES[scale](torch.from_numpy(amax), GRIDS[name][-1])
+    assert got_t == t
+    reaches = np.searchsorted(largest_level, amax).clip(0, 126)         # the first to reach amax
+    r = (amax / g_max / t).astype(np.float64)
     above = np.searchsorted(table, r).clip(1, 126)                      # the smallest that is >= r
     up, down = table[above] - r, r - table[above - 1]
     nearest = np.where((down < up) | (down == up) & (above % 2 == 1), above - 1, above)
-    above[r == 0] = 0
-    assert np.array_equal(s.double().numpy(), table[above if scale == "e4m3_up" else nearest])
+    expected = table[reaches if scale == "e4m3_up" else nearest]
+    assert np.array_equal(s.double().numpy(), expected)
+
+@every_scale
+@every_format
+def test_core_a_result_is_quantized_to_itself(name, scale, block):
+    """But uniform formats with e4m3_up, as its docstring says."""
+    x = torch.randn(128, 128, generator=gen())
+    changed = 0.0
+    for v in x, x.bfloat16():
+        y = fake_quantize(v, name, scale, block)
+        changed += (fake_quantize(y, name, scale, block) != y).float().mean().item() / 2
+    if scale == "e4m3_up" and name in ("e1m2", "int4"):
+        assert f"changes {changed:.0%}" in " ".join(ufp4.scale_e4m3_up.__doc__.split())
+    else:
+        assert changed == 0
 
 @pytest.mark.parametrize("name,top", [("e2m1", 2), ("e1m2", 0), ("int4", 2)])
 def test_core_e8m0_scales_are_the_powers_of_two_that_frexp_gives(name, top):
