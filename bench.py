@@ -1063,7 +1063,7 @@ def draw_runs(fig, pairs):
 
 # ---- dispatch: what the kernels compile to on GPUs that need not be here ------------------------
 def calls():
-    """{what: names of the operands, of rows and of columns, for torch.ops.ufp4.quantize}."""
+    """{what is measured: the operands of rows and of columns, by their names}."""
     import kernels
     q, name = RECIPES["ufp4"].quantizer, kernels.operand_name
     x, dy = [q("x", "fprop"), q("x", "wgrad")], [q("dy", "dgrad"), q("dy", "wgrad")]
@@ -1073,13 +1073,15 @@ def calls():
             "dY of a layer": [name(q, "decoded") for q in dy]}
 
 def lower(kernel, name, arch):
-    """Compile quantize_kernel for one of calls(), or matmul_kernel for a recipe, -> {tensor-core
-    instructions, their count, a quantizer's instructions for an element, those that spill}."""
+    """Compile quantize_kernel for one of calls(), or matmul_kernel for a recipe.
+
+    Returns tensor-core instructions and their count, a quantizer's instructions for an
+    element, and how many instructions move registers to memory or back (spills)."""
     import kernels
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     if kernel == "quantize_kernel":
-        rows, cols = map(kernels.OPERANDS.get, calls()[name])
+        rows, cols = map(kernels.operand_of, calls()[name])
         (TR, TC), options = kernels.SHAPES[rows is not None, cols is not None]
         constants = dict(ROWS=rows, COLS=cols, TR=TR, TC=TC, amax_ptr=None, stride_c=1)
         types = "*bf16 *fp32 *fp32 *i32 *fp32 *i32 *fp32 *fp32 *u32 i32 i32 i32 i32".split()
@@ -1112,8 +1114,9 @@ def lower(kernel, name, arch):
     return result | {"spills": sum(op.startswith(("STL", "LDL")) for op in ops)}
 
 def lowering(*call):
-    """lower(*call) in a process of its own, without the interpreter: a compiler that fails an
-    assertion takes its process along. {"error": its last line} if it fails."""
+    """lower(*call) in a process of its own, without the interpreter.
+
+    A compiler that fails an assertion ends its process. Then {"error": its last line}."""
     env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_ALWAYS_COMPILE": "1"}
     code = "import json, sys, bench; print(json.dumps(bench.lower(*json.loads(sys.argv[1]))))"
     done = subprocess.run([sys.executable, "-c", code, json.dumps(call)], cwd=HERE, text=True,
@@ -1164,9 +1167,8 @@ def bench_kernels(args):
         row(f"{name}, `ufp4` / bf16", target, median(ours) / median(bf16), ours)
 
     def quantize(names, x):
-        return torch.ops.ufp4.quantize(x, signs, keys, *names)
+        return torch.ops.ufp4.quantize(x, 0, keys, *names)
     on_gpu, keys = {"device": "cuda", "dtype": torch.bfloat16}, random_keys("cuda")
-    signs = RECIPES["ufp4"].signs.cuda()
     x, w, y = (torch.randn(8192, 8192, **on_gpu) for _ in range(3))
     copied = 2 * x.nbytes / median(timed(lambda: y.copy_(x)))            # bytes a millisecond
     targets = "at least 0.75 (0.85)", "at least 0.55 (0.75)", "at least 0.40 (0.55)"
@@ -1211,11 +1213,11 @@ def bench_tune(args):
     import kernels
     from triton.testing import do_bench
     x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    signs, keys = RECIPES["ufp4"].signs.cuda(), random_keys("cuda")
+    keys = random_keys("cuda")
     for name, names in calls().items():
         for tile, registers in itertools.product(((32, 128), (64, 64), (64, 128)), (64, 128)):
             kernels.SHAPES = dict.fromkeys(kernels.SHAPES, (tile, {"maxnreg": registers}))
-            ms = do_bench(lambda: torch.ops.ufp4.quantize(x, signs, keys, *names),
+            ms = do_bench(lambda: torch.ops.ufp4.quantize(x, 0, keys, *names),
                           return_mode="all")
             print(f"{spread(ms, '{:.3f}')} ms: {name}, {tile}, {registers} registers", flush=True)
 
