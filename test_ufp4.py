@@ -103,6 +103,7 @@ def test_core_levels_and_all_16_codes(name):
         values = [math.copysign(MAGNITUDES[name][c & 7], -1 if c & 8 else 1) for c in codes]
     assert list(FORMATS[name].levels) == MAGNITUDES[name]
     codes, x = (codes + [0])[:16], torch.tensor((values + [0.0])[:16])
+    assert not quantize(torch.zeros(16), name).codes.any()
     q = quantize(x, name)                                   # amax is g_max, so the scale is 1
     assert q.scale.tolist() == [1.0] and same_bits(q.dequantize(), x)
     assert q.codes.tolist() == [low + 16 * high for low, high in zip(codes[::2], codes[1::2])]
@@ -535,6 +536,11 @@ def test_compiled_is_eager_bit_for_bit_for_all_signs(quantizer):
         assert before in (None, counters["unique_graphs"])      # another seed compiles nothing
         before = counters["unique_graphs"]
     assert before and not ufp4.FAILED
+    narrow = ufp4.operand(quantizer, x, torch.bfloat16)             # a wide W, under autocast
+    torch.manual_seed(0)
+    key = random_key("cpu") if quantizer.stochastic else None
+    if key is None:
+        assert torch.equal(narrow.nan_to_num(7.0), quantizer(x).bfloat16().nan_to_num(7.0))
 
 @compiling()
 @pytest.mark.parametrize("dynamic", [None, True])
