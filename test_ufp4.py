@@ -39,7 +39,7 @@ import bench
 import train
 import ufp4
 from data import prepare
-from ufp4 import (E2M1, FORMATS, GEMMS, RECIPES, SCALES, Quantizer, Recipe, fake_quantize,
+from ufp4 import (E1M2, E2M1, FORMATS, GEMMS, RECIPES, SCALES, Quantizer, Recipe, fake_quantize,
                   quantize, random_key, random_signs, random_uniform, rht)
 
 HERE = Path(__file__).resolve().parent
@@ -417,7 +417,7 @@ class FixedPoint(Quantizer):
 
 class FixedPointRecipe(Recipe):
     def quantizer(self, operand, gemm):
-        return FixedPoint()
+        return FixedPoint(E1M2)
 
 def test_core_an_experiment_without_codes_reaches_all_three_gemms():
     x, dy = torch.randn(20, 32, generator=gen(), requires_grad=True), torch.randn(20, 16)
@@ -432,7 +432,7 @@ def test_core_gradients_are_unbiased_under_stochastic_rounding():
     """Over draws of dY's random bits, dX and dW tend to the products with dY unquantized."""
     x = torch.randn(32, 64, generator=gen(), requires_grad=True)
     w = torch.randn(48, 64, generator=gen(1), requires_grad=True)
-    dy, signs, q = torch.randn(32, 48, generator=gen(2)), random_signs(0), Quantizer()
+    dy, signs, q = torch.randn(32, 48, generator=gen(2)), random_signs(0), Quantizer(E1M2)
     y = ufp4.linear(x, w, "ufp4")
     draws = [torch.autograd.grad(y, (x, w), dy, retain_graph=True) for _ in range(400)]
     dx = rht(dy, signs) @ q(rht(w.detach().T, signs)).T
@@ -519,7 +519,7 @@ def test_core_torch_func_takes_gradients_and_maps_over_batches():
 @pytest.mark.filterwarnings("error:torch.compile failed")
 @pytest.mark.parametrize("quantizer", [
     Quantizer(E2M1, ufp4.scale_e4m3, tiles=True, stochastic=True),
-    Quantizer(signs=random_signs(1, 2))])
+    Quantizer(E1M2, signs=random_signs(1, 2))])
 def test_compiled_is_eager_bit_for_bit_for_all_signs(quantizer):
     x = torch.randn(256, 192, generator=gen()) * 10 ** torch.randn(256, 1, generator=gen(1))
     x[64:96] *= 1e-40
@@ -773,7 +773,7 @@ def test_kernels_take_strides_beyond_32_bits():
     """The last token of each of 16 long texts: elements lie more than 2^31 apart."""
     x = torch.empty(16, 2**20 + 2**17, 128, dtype=torch.bfloat16)[:, -1]
     x.copy_(randn(16, 128))
-    same(x, Quantizer(), Quantizer())
+    same(x, Quantizer(E1M2), Quantizer(E1M2))
 
 @needs_kernels
 @pytest.mark.parametrize("fmt, scale", (("e1m2", "fp32"), ("e2m1", "e4m3"), ("int4", "e8m0")))
@@ -834,7 +834,7 @@ def test_kernels_a_new_seed_has_new_signs_and_compiles_nothing():
             for seed in (0, 1)]
     assert made[0].name == made[1].name and not torch.equal(made[0].codes, made[1].codes)
     for seed, got in enumerate(made):
-        expected = Quantizer(signs=random_signs(seed))(x.cpu()).bfloat16()
+        expected = Quantizer(E1M2, signs=random_signs(seed))(x.cpu()).bfloat16()
         assert torch.equal(got.decoded().cpu(), expected)
     assert kernels.signs_on(1, 16, x.device) is kernels.signs_on(1, 16, x.device)
 
