@@ -1709,6 +1709,30 @@ def test_train_two_processes_are_one_with_two_parts_also_after_losing_one(settin
     seeds = [(tmp_path / f"seeds-{rank}").read_text().split() for rank in (0, 1)]
     assert len({*seeds[0], *seeds[1]}) == len(seeds[0] + seeds[1]) == 6
 
+@pytest.mark.parametrize("recipe", ["bf16", "ufp4"])
+@pytest.mark.parametrize("more", [[], MOE])
+def test_train_a_step_in_float32_is_that_in_float64(settings, recipe, more):
+    """Loss and all gradients. With quantization, a number that lies between two levels may
+    be rounded the other way, which is rare."""
+    s = settings("--recipe", recipe, *more)
+    model = train.GPT(s, replace(RECIPES[recipe], sr=()), 256)
+    model.init_weights()
+    with torch.no_grad():
+        for p in model.parameters():
+            p *= 3 if p.dim() > 1 else 1                # so that attention is not uniform
+    tokens, results = torch.randint(0, 256, (2, 33)), []
+    for dtype in torch.float32, torch.float64:
+        model.to(dtype)
+        for block in model.blocks[:2 if more else 0]:
+            block.mlp.router.float()                    # which is float32 in any model
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+        grads = torch.autograd.grad(loss, list(model.parameters()))
+        results.append((loss.detach(), torch.cat([g.flatten().double() for g in grads])))
+    (loss, grad), (exact_loss, exact_grad) = results
+    rare = 1e-4 if recipe == "bf16" else 2e-2
+    assert loss.item() == pytest.approx(exact_loss.item(), rel=rare / 10)
+    assert (grad - exact_grad).norm() < rare * exact_grad.norm()
+
 # ---- data/prepare.py -----------------------------------------------------------------------------
 def test_data_own_text_is_bytes_and_follows_its_content(tmp_path):
     path = tmp_path / "my.txt"
