@@ -756,20 +756,21 @@ def test_kernels_equal_the_reference(fmt, scale):
     same(x, q, dataclasses.replace(q, signs=SIGNS, stochastic=True))
 
 @needs_kernels
-@pytest.mark.parametrize("fmt, dtype, n", (
-    ("e2m1", torch.bfloat16, 16), ("e1m2", torch.float16, 16),
-    ("e1m2", torch.float32, 16), ("e2m1", torch.float32, 32)))
-@pytest.mark.parametrize("scale", ONE_OF_EACH)
+@pytest.mark.parametrize("fmt, dtype, n, scale", (
+    ("e1m2", torch.float16, 16, "fp32"),
+    *(("e2m1", torch.bfloat16, 16, scale) for scale in ONE_OF_EACH),
+    *(("e1m2", torch.float32, 16, scale) for scale in ONE_OF_EACH),
+    *(("e2m1", torch.float32, 32, scale) for scale in ONE_OF_EACH)))
 def test_kernels_know_every_magnitude_and_what_is_not_finite(fmt, dtype, n, scale):
     x = every_sort(dtype)
     q = Quantizer(FORMATS[fmt], SCALES[scale], BLOCKS[scale], stochastic=n == 32)
     same(x, q, dataclasses.replace(q, signs=random_signs(1, n)))
-    for bad in (-math.inf, math.nan):
-        x[6, 17] = bad
-        same(x[:, :32], q, None)
+    x[6, 17], x[7, 18] = -math.inf, math.nan
+    for rows in (x[6:], x[7:]) if scale == "e4m3_up" else (x,):
+        same(F.pad(rows, (0, 0, 0, len(x) - len(rows)))[:, :32], q, None)
 
 @needs_kernels
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(6))
 def test_kernels_equal_the_reference_on_any_shape(seed, monkeypatch):
     """Every remainder of the tiles, dtypes, strides, scales shared in tiles (as W's)."""
     r = random.Random(seed)
@@ -824,7 +825,7 @@ def test_kernels_decode(fmt, scale):
         assert not scales.any()
 
 @needs_kernels
-@pytest.mark.parametrize("name", ("ufp4", "ufp4-int4", "mxfp4", "nvfp4"))
+@pytest.mark.parametrize("name", ("ufp4-int4", "nvfp4"))
 @pytest.mark.parametrize("operand, gemms", (("x", ("fprop", "wgrad")), ("dy", ("dgrad", "wgrad")),
                                             ("w", ("fprop", None)), ("w", (None, "dgrad"))))
 def test_kernels_a_layers_operands_are_the_references(name, operand, gemms):
@@ -899,7 +900,7 @@ def test_kernels_routes():
 
     archs = ("sm_80", "sm_90", "sm_100", "sm_103", "sm_120", "gfx950")
     for arch in archs:
-        assert path("bf16", arch) == "bf16"
+        assert path("bf16", arch) == "torch"
         assert path("ufp4", arch) == path("e2m1", arch) == "cublas"
     assert [path("nvfp4", a) for a in archs] == ["cublas"] * 2 + ["fp4"] * 3 + ["cublas"]
     assert [path("mxfp4", a) for a in archs] == ["cublas"] * 2 + ["fp4"] * 4
@@ -909,9 +910,9 @@ def test_kernels_routes():
     assert path("nvfp4", "sm_121", (3, 8)) == "fp4"
     other = replace(FORMATS["e2m1"], levels=(0.0, 1.0, 5.0))
     for changed, expected in (
-            ({"scale": "e4m3", "fmt": "int4"}, "cublas"), ({"block": 8}, "reference"),
-            ({"rht_block": 8}, "reference"), ({"scale": max}, "reference"),
-            ({"fmt": other}, "reference")):
+            ({"scale": "e4m3", "fmt": "int4"}, "cublas"), ({"block": 8}, "torch"),
+            ({"rht_block": 8}, "torch"), ({"scale": max}, "torch"),
+            ({"fmt": other}, "torch")):
         assert kernels.route(replace(RECIPES["ufp4"], **changed), "sm_120") == expected
 
 @pytest.fixture(scope="module", autouse=True)
@@ -946,21 +947,19 @@ def test_kernels_what_quantizers_compile_to(call, lowered):
 def as_if_on(arch, monkeypatch):
     """In the interpreter, which has no GPU but multiplies as Blackwell: routes of `arch`."""
     monkeypatch.setattr(kernels, "architecture", lambda device: arch)
-    kernels.failed_check.cache_clear()
+    monkeypatch.setattr(kernels, "failed_check", new_check(arch))
 
-@pytest.fixture
-def forget():
-    """What a test made the kernels remember of a GPU that is not here, they forget."""
-    yield
-    if works:
-        kernels.failed_check.cache_clear()
+@functools.cache
+def new_check(arch):
+    """kernels.failed_check, which remembers what it finds for this architecture alone."""
+    return kernels.constant(kernels.failed_check.__wrapped__)
 
 @needs_kernels
 @pytest.mark.parametrize("name, grouped, arch, paths", (
     ("ufp4", False, "sm_120", []), ("ufp4", True, "sm_90", []), ("nvfp4", False, "sm_90", []),
     ("nvfp4", True, "sm_120", []), ("mxfp4", True, "sm_120", []),
     ("mxfp4", False, "sm_120", ["fp4"]), ("ufp4-mx", False, "sm_120", ["fp8"])))
-def test_kernels_a_layer_equals_the_reference(name, grouped, arch, paths, forget, monkeypatch):
+def test_kernels_a_layer_equals_the_reference(name, grouped, arch, paths, monkeypatch):
     """Both passes, from the same seed, on Blackwell's paths too, with tokens that fill no
     block. Exact up to the order of sums; with experts or FP32 scales up to bfloat16."""
     if kernels.INTERPRET:
@@ -1073,7 +1072,7 @@ class Mine(ufp4.Recipe):
     pass
 
 @needs_kernels
-def test_kernels_backends_are_chosen_and_said(forget, monkeypatch):
+def test_kernels_backends_are_chosen_and_said(monkeypatch):
     """Unknown: an error. triton: the kernels, or an error. Else what the kernels can't do
     runs on the reference, and a GPU's user is told once."""
     cpu, gpu = torch.device("cpu"), torch.device("cuda:99")         # which no machine has
@@ -1103,16 +1102,9 @@ def test_kernels_backends_are_chosen_and_said(forget, monkeypatch):
         assert why in str(said[0].message)
 
 @needs_kernels
-@pytest.mark.parametrize("arch", ("sm_90", "sm_120"))
-@pytest.mark.parametrize("name", (*QUANTIZED, "e2m1-max3"))
-def test_kernels_pass_their_own_check(name, arch, forget, monkeypatch):
-    """Every recipe, as its operands are for cuBLAS and for Blackwell's tensor cores."""
-    if kernels.INTERPRET:
-        if kernels.route(RECIPES[name], arch) == "cublas" and arch == "sm_120":
-            pytest.skip("the same as sm_90")
-        if kernels.STORED[RECIPES[name].scale] == "e4m3" and arch == "sm_120":
-            pytest.skip("the interpreter's dot_scaled reads E4M3 scales as E8M0")
-        as_if_on(arch, monkeypatch)
+@pytest.mark.parametrize("name", ("e2m1", "ufp4-int4", "ufp4-e4m3", "e2m1-max3"))
+def test_kernels_pass_their_own_check(name):
+    """Recipes that are not in test_kernels_a_layer_equals_the_reference, which asks too."""
     assert kernels.why_not(RECIPES[name], torch.device(DEVICE), torch.bfloat16) is None
 
 def one_up(f):
@@ -1128,10 +1120,10 @@ def one_up(f):
     ("bind", lambda f: lambda v, n: f(v[::-1], n), "values of x for fprop, row"),
     ("decode_kernel", lambda f: {(3,): lambda *a: None}, "cannot run a kernel here: KeyError"),
     ("matmul", lambda f: lambda *a: f(*a) * 1.02, "Y of fprop, row 0, block 0")))
-def test_kernels_their_check_catches_what_is_broken(name, broken, where, forget, monkeypatch):
+def test_kernels_their_check_catches_what_is_broken(name, broken, where, monkeypatch):
     """A warning says what differs and where, and the reference takes over."""
     monkeypatch.setattr(kernels, name, broken(getattr(kernels, name)))
-    kernels.failed_check.cache_clear()
+    monkeypatch.setattr(kernels, "failed_check", new_check.__wrapped__("broken"))
     reason = kernels.why_not(RECIPES["ufp4"], torch.device("cpu"), torch.bfloat16)
     assert where in reason, reason
 
