@@ -1139,7 +1139,7 @@ def lower(kernel, name, arch):
 def lowering(*call):
     """lower(*call) in a process of its own, without the interpreter.
 
-    A compiler that fails an assertion ends its process. Then {"error": its last line}."""
+    A compiler that fails an assertion ends its process: {"error": its last line}."""
     env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_ALWAYS_COMPILE": "1"}
     code = "import json, sys, bench; print(json.dumps(bench.lower(*json.loads(sys.argv[1]))))"
     done = subprocess.run([sys.executable, "-c", code, json.dumps(call)], cwd=HERE, text=True,

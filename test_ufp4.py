@@ -136,13 +136,13 @@ def test_core_e4m3_scales_are_in_the_table_of_e4m3_numbers(name, scale):
     assert table[-1] == 448
     g_max, one = np.float32(GRIDS[name][-1]), np.float32(1)
     t = one / (448 * g_max)
-    largest_level = g_max * table.astype(np.float32) * t                # of a block, by its scale
+    largest_level = g_max * table.astype(np.float32) * t        # by a block's scale
     near = [np.nextafter(largest_level, np.float32(to)) for to in (0, 2)]
     amax = np.concatenate((10 ** np.linspace(-9, 0, 3000), largest_level, *near))
-    amax = amax.astype(np.float32).clip(0, 1)                           # the largest is 1
+    amax = amax.astype(np.float32).clip(0, 1)                   # the largest is 1
     s, got_t = SCALES[scale](torch.from_numpy(amax), GRIDS[name][-1])
     assert got_t == t
-    reaches = np.searchsorted(largest_level, amax).clip(0, 126)         # the first to reach amax
+    reaches = np.searchsorted(largest_level, amax).clip(0, 126)     # the first one
     r = (amax / g_max / t).astype(np.float64)
     above = np.searchsorted(table, r).clip(1, 126)                      # the smallest that is >= r
     up, down = table[above] - r, r - table[above - 1]
@@ -683,7 +683,8 @@ def quantized(x, rows=None, cols=None, forms=("packed", "packed")):
     The random bits are those of the keys that gen(0) and gen(1) draw first."""
     keys = torch.stack([random_key("cpu", gen(i)) for i in range(2)]).to(DEVICE)
     signs = [q.signs for q in (rows, cols) if q and q.signs is not None]
-    seed = next(i for i in range(9) if all(torch.equal(s, random_signs(i, len(s))) for s in signs))
+    seed = next(i for i in range(9)             # that they were made from
+                if all(torch.equal(s, random_signs(i, len(s))) for s in signs))
     names = [q and kernels.operand_name(q, form) for q, form in zip((rows, cols), forms)]
     *made, t = torch.ops.ufp4.quantize(x.to(DEVICE), seed, keys, *names)
     return [name and kernels.Packed(*made[2 * i:][:2], t[i], name)
@@ -951,7 +952,7 @@ def as_if_on(arch, monkeypatch):
 
 @functools.cache
 def new_check(arch):
-    """kernels.failed_check, which remembers what it finds for this architecture alone."""
+    """kernels.failed_check, which remembers what it finds on this architecture."""
     return kernels.constant(kernels.failed_check.__wrapped__)
 
 @needs_kernels
@@ -1104,7 +1105,7 @@ def test_kernels_backends_are_chosen_and_said(monkeypatch):
 @needs_kernels
 @pytest.mark.parametrize("name", ("e2m1", "ufp4-int4", "ufp4-e4m3", "e2m1-max3"))
 def test_kernels_pass_their_own_check(name):
-    """Recipes that are not in test_kernels_a_layer_equals_the_reference, which asks too."""
+    """Recipes that test_kernels_a_layer_equals_the_reference does not ask about."""
     assert kernels.why_not(RECIPES[name], torch.device(DEVICE), torch.bfloat16) is None
 
 def one_up(f):
@@ -1115,7 +1116,8 @@ def one_up(f):
 @pytest.mark.parametrize("name, broken, where", (
     ("round_to_grid", lambda f: lambda y, rand, Q: f(y * 0.97, rand, Q),
      "values of x for fprop, row 0, block "),
-    ("random_128", lambda f: lambda key, first, i: f(key, first + 8, i), "values of dy for dgrad"),
+    ("random_128", lambda f: lambda key, first, i: f(key, first + 8, i),
+     "values of dy for dgrad"),
     ("block_scale", one_up, "values of x for fprop, row"),
     ("bind", lambda f: lambda v, n: f(v[::-1], n), "values of x for fprop, row"),
     ("decode_kernel", lambda f: {(3,): lambda *a: None}, "cannot run a kernel here: KeyError"),
