@@ -1190,7 +1190,7 @@ def bench_kernels(args):
         row(f"{name}, `ufp4` / bf16", target, median(ours) / median(bf16), ours)
 
     def quantize(names, x):
-        return torch.ops.ufp4.quantize(x, 0, keys, *names)
+        return torch.ops.ufp4.quantize(x, 0, keys, *names)     # 0: the seed of signs
     on_gpu, keys = {"device": "cuda", "dtype": torch.bfloat16}, random_keys("cuda")
     x, w, y = (torch.randn(8192, 8192, **on_gpu) for _ in range(3))
     copied = 2 * x.nbytes / median(timed(lambda: y.copy_(x)))            # bytes a millisecond
