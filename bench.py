@@ -111,7 +111,10 @@ def bench_readme(args):
         results = json.loads((RESULTS / f"{name}.json").read_text())
         if name in ("loss", "ablate"):
             results["tables"] = loss_tables(name, results["runs"], GROUPS[name])
-            save(name, results)
+        elif name == "scaling":
+            table = scaling_table(results["runs"], results["costs"])
+            results["tables"] = {name: table}
+        save(name, results)
         draw_figures(name, results, RESULTS)
     fill_pages()
 
@@ -723,7 +726,7 @@ def loss_tables(name, runs, groups):
 
 def front_table(runs, model="nano"):
     """The front page's: a recipe, what it is, its loss error here and in the paper."""
-    rows = [["recipe", "what it is", "loss error, % (seeds)", "less `ufp4`",
+    rows = [["recipe", "what it is", "loss error, % (seeds)", "minus `ufp4`",
              "the paper, 1.5B, %"], ["`bf16`", "no quantization", "0", "", "0"]]
     for recipe, what in (
             ("ufp4", "E1M2, RHT on all three GEMMs"),
@@ -743,7 +746,7 @@ def recipe_table(runs, model, groups, published):
     """A row a recipe; then EFFECTS, how far ufp4 is below e2m1, and how loss error goes with slope
     and noise of fprop."""
     rows = [[f"`{model}`: loss error, % (seeds)", "recipe", "from scratch", "branched",
-             "less `e2m1`", "less `ufp4`", "of it, in the weights", "forward noise alone",
+             "minus `e2m1`", "minus `ufp4`", "of it, in the weights", "forward noise alone",
              "slope of fprop", "noise of fprop, %", "the paper's"]]
     fprop = fprop_of(runs, model)
     for group, recipe in ((group, r) for group, recipes in groups.items() for r in recipes):
@@ -882,7 +885,7 @@ def reduction(runs, models):
 
 def scaling_table(runs, costs):
     rows = [["size", "parameters", "FLOPs", *(f"`{recipe}`, % (seeds)" for recipe in SCALED),
-             "`ufp4` less `e2m1`", "smaller by, %"]]
+             "`ufp4` minus `e2m1`", "smaller by, %"]]
     for model, (total, flops) in costs.items():
         rows.append([model, f"{total:,}", f"{flops:.1e}",
                      *(cell(runs, model, recipe) for recipe in SCALED),

@@ -548,14 +548,14 @@ def test_compiled_is_eager_bit_for_bit_for_all_signs(quantizer):
         if quantizer.signs is not None:
             quantizer.signs = torch.tensor([[1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0]][seed - 1])
         torch.manual_seed(seed)
-        fast = ufp4.operand(quantizer, v, torch.float32)
+        fast = ufp4.quantized(quantizer, v, torch.float32)
         torch.manual_seed(seed)
         slow = ufp4.call_with_key(quantizer, v, random_key("cpu"), torch.float32)
         assert same_bits(fast, slow)
         assert before in (None, counters["unique_graphs"])      # another seed compiles nothing
         before = counters["unique_graphs"]
     assert before and not ufp4.FAILED
-    narrow = ufp4.operand(quantizer, x, torch.bfloat16)             # a wide W, under autocast
+    narrow = ufp4.quantized(quantizer, x, torch.bfloat16)             # a wide W, under autocast
     torch.manual_seed(0)
     key = random_key("cpu") if quantizer.stochastic else None
     if key is None:
