@@ -1379,7 +1379,7 @@ def test_train_a_damaged_checkpoint_is_refused_and_the_one_before_goes_on(settin
             if damage is not None:
                 file.write_bytes(damage)
             error = said(capsys, 1, train.train, settings("--recipe", "bf16", "--resume"))
-            assert re.search(f"{newer.name} is .*damaged.* goes on from .*{older.name}", error)
+            assert re.search(f"{newer.name} is .*damaged.*; delete it, and --resume", error)
             file.write_bytes(content)
     shutil.rmtree(newer)
     train.train(settings("--recipe", "bf16", "--resume"))
@@ -1399,7 +1399,8 @@ def test_train_resume_and_branch_refuse_another_run(settings, text, tmp_path, ca
         edited.setitem(RECIPES, "bf16", replace(RECIPES["bf16"], block=32))
         assert "'block': '32'" in refused("--resume")
     assert "lr is 0.5 now" in refused("--branch", start, "--lr", "0.5")
-    assert "nothing is missing" in refused("--branch", str(tmp_path / "nothing"))
+    error = refused("--branch", str(tmp_path / "nothing"))
+    assert "nothing is missing" in error and "delete" not in error
     for recipe in "bf16", "e2m1":
         out = ["--out", str(tmp_path / "out" / recipe)]
         train.train(settings(*bf16, *out, "--branch", start, "--recipe", recipe))
@@ -1424,6 +1425,78 @@ def test_train_loss_error_is_relative_to_the_bf16_run_beside(settings, tmp_path,
     log.write_text("".join(log.open().readlines()[:5]))                         # stopped at step 4
     mine = train.read_log(tmp_path / "out/e/log.jsonl")[0]["settings"]
     assert "finish a run of --recipe bf16" in train.loss_error(settings(), mine, loss)
+
+def test_train_a_resumed_branch_stays_a_branch_also_without_the_flag(settings, tmp_path):
+    flags = ["--recipe", "bf16", "--out"]
+    train.train(settings(*flags, str(tmp_path / "whole")))
+    start = str(train.checkpoints(tmp_path / "whole")[0])
+    branch = [*flags, str(tmp_path / "branch")]
+    train.train(settings(*branch, "--branch", start))
+    train.train(settings(*branch, "--resume", "--steps", "10"))
+    found = [train.read_log(tmp_path / name / "log.jsonl")[0]["settings"]
+             for name in ("whole", "branch")]
+    assert [mine["branch"] for mine in found] == [None, start] and found[1]["steps"] == 10
+    found[1]["steps"] = 8
+    assert train.is_baseline(found[0], found[0])
+    assert not train.is_baseline(found[1], found[0])
+
+def test_train_a_step_is_validated_once_and_a_damaged_log_is_named(
+        settings, monkeypatch, capsys):
+    s = settings("--recipe", "bf16")
+    loss, log = train.train(s), Path(s.out) / "log.jsonl"
+    again, lines = settings("--recipe", "bf16", "--resume"), log.read_text().splitlines()
+    with monkeypatch.context() as m:
+        m.setattr(train, "evaluate", None)              # it is not called
+        assert train.train(again) == loss
+    logged = [json.loads(line) for line in log.read_text().splitlines()[1:]]
+    assert sum(line["step"] == 8 and bool(line["val_loss"]) for line in logged) == 1
+    for damage in '{"step": 3, "tra', "3":
+        log.write_text("\n".join([*lines[:3], damage, *lines[3:], ""]))
+        with pytest.raises(ValueError, match=f"line 4 of {log} is damaged"):
+            train.train(again)
+
+def test_train_a_save_starts_from_an_empty_directory(settings):
+    s = settings("--recipe", "bf16")
+    stale = Path(s.out) / "saving/__1_0.distcp"         # of a process that there was
+    train.train(s)
+    shutil.rmtree(train.checkpoints(Path(s.out))[-1])
+    stale.parent.mkdir()
+    stale.write_bytes(b"half")
+    train.train(settings("--recipe", "bf16", "--resume"))
+    assert not stale.parent.exists()
+    assert not list(train.checkpoints(Path(s.out))[-1].glob(stale.name))
+
+def test_train_a_signal_stops_one_run_and_not_the_next(settings, monkeypatch, capsys):
+    real, before = train.learning_rate, signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as m:
+        m.setattr(train, "learning_rate", lambda step, s: (
+            signal.raise_signal(signal.SIGTERM) if step == 2 else None, real(step, s))[1])
+        error = said(capsys, 130, train.train, settings("--recipe", "bf16"))
+    assert "stopped after step 3 and saved; add --resume" in error
+    assert signal.getsignal(signal.SIGTERM) == before
+    s = settings("--recipe", "bf16", "--resume")
+    train.train(s)
+    assert records(s.out)[-1]["step"] == 8
+
+def test_train_only_a_lost_connection_means_that_another_process_has_stopped(monkeypatch):
+    monkeypatch.setattr(train, "WORLD", 2)
+    for message, lost in (
+            ("[gloo/pair.cc:547] Connection closed by peer [127.0.0.1]:16896", True),
+            ("NCCL error: remote process exited or there was a network error", True),
+            ("Failed to recv, got 0 bytes. Connection was likely closed.", True),
+            ("The server socket has failed to listen: EADDRINUSE", False),
+            ("Duplicate GPU detected : rank 1 and rank 0 both on device 1b000", False)):
+        error = torch.distributed.DistError(message)
+        assert train.connection_lost(error) == lost
+
+def test_train_help_shows_every_default(capsys):
+    with pytest.raises(SystemExit):
+        train.parse_args(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for f in dataclasses.fields(train.Settings):
+        if f.type is not bool and f.default is not None:
+            flag = "--" + f.name.replace("_", "-")
+            assert re.search(rf"{flag} [^-].*?\(default: {f.default}\)", text)
 
 def test_train_what_is_not_finite_stops_the_run_before_it_is_saved(settings, monkeypatch, capsys):
     """A loss or gradient, though later ones are finite, and however seldom the log looks."""
@@ -1710,7 +1783,8 @@ def test_train_two_processes_are_one_with_two_parts_also_after_losing_one(settin
         assert [int(p.name[5:]) for p in train.checkpoints(out)] == saved
     train.train(settings(*flags, "--grad-accum", "2", "--resume", "--out", str(out)))
     assert same_weights(weights(out), weights(one.out))
-    for a, b in zip(records(out), records(one.out), strict=True):
+    two = [line for line in records(out) if line["step"] != 5]  # logged as it was saved
+    for a, b in zip(two, records(one.out), strict=True):
         assert a.pop("worst_layer", None) == b.pop("worst_layer", None)
         assert a == pytest.approx(b, rel=1e-6)
     seeds = [(tmp_path / f"seeds-{rank}").read_text().split() for rank in (0, 1)]

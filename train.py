@@ -1,12 +1,11 @@
 """Pretrain a small GPT, dense or mixture-of-experts, in 4 bits or in BF16.
 
-    python train.py --recipe bf16           # the baseline: nano, or small on a GPU
-    python train.py --recipe ufp4           # also its loss relative to that baseline
-    python train.py --recipe ufp4 --resume  # goes on after Ctrl-C or a crash
+    python train.py --recipe bf16   # the baseline: nano, or small on a GPU
+    python train.py --recipe ufp4   # also prints its loss relative to that baseline
+    python train.py --recipe ufp4 --resume      # goes on after Ctrl-C or a crash
     torchrun --nproc-per-node 8 train.py --model dense-1.5b     # many GPUs
 
-To continue a text with the trained model:
-
+    # continue a text with the trained model
     python train.py --recipe ufp4 --resume --prompt "def "
 
 A recipe (see ufp4.py) says how the linear layers of the blocks multiply. Embedding, LM
@@ -34,10 +33,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 
-# CPU threads that share a product wait for each other. By default they wait in a loop,
-# which keeps their cores busy. If another program runs, a thread that has work may then
-# get no core, and steps take many times as long. So let them sleep. torch reads this
-# when it is imported.
+# CPU threads that share a product wait for each other in a loop, which keeps cores busy.
+# Beside another program, steps then take many times as long. So let the threads sleep.
+# torch reads this when it is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import numpy as np
@@ -180,9 +178,8 @@ class GPT(nn.Module):
         self.embed = nn.Embedding(vocab_size, s.dim)
         self.blocks = nn.ModuleList()
         for i in range(s.layers):
-            unquantized = i >= s.layers - s.keep_bf16
-            mine = ufp4.RECIPES["bf16"] if unquantized else recipe
-            self.blocks.append(Block(s, mine))
+            quantized = i < s.layers - s.keep_bf16
+            self.blocks.append(Block(s, recipe if quantized else ufp4.RECIPES["bf16"]))
         self.norm = nn.RMSNorm(s.dim)
         self.lm_head = nn.Linear(s.dim, vocab_size, bias=False)
 
@@ -694,12 +691,9 @@ def load(path, state, resume=False):
         dcp.load(state, checkpoint_id=path)
     except dcp.CheckpointException as e:
         reason = next(iter(e.failures.values()))[0]
-        before = [p for p in checkpoints(path.parent) if p < path]
-        advice = ""
-        if resume and before:           # what to do about an unusable checkpoint
-            advice = f"; delete {path}, and --resume goes on from {before[-1]}"
-        stop(f"{path} is missing, damaged or not a checkpoint of train.py ({reason!r})"
-             + advice)
+        what = f"{path} is missing, damaged or not a checkpoint of train.py ({reason!r})"
+        stop(f"{what}; delete it, and --resume goes on from the one before, if there is "
+             "one" if resume else what)
 
 def find_checkpoint(s, settings):
     """-> (path, step) of the checkpoint that --resume or --branch means, if its run had
@@ -780,11 +774,11 @@ RESUMABLE = {"out", "device", "steps", "warmup", "eval_interval", "save_interval
 BRANCHABLE = RESUMABLE | {"recipe", "keep_bf16", "recipe_values", *RECIPE_FIELDS}
 
 def recorded(s, text):
-    """The settings for the log and checkpoints, with what names stand for: `text` for
-    the data set, and the recipe's values. As JSON has them: it makes lists of tuples."""
+    """The settings for the log and checkpoints, as JSON has them (it makes lists of
+    tuples), with what names stand for: `text` for the data set, the recipe's values."""
     recipe, values = make_recipe(s), {}
     for f in fields(recipe):
-        value = getattr(recipe, f.name)     # formats and scales are known by their names
+        value = getattr(recipe, f.name)         # formats and scales are known by name
         values[f.name] = str(getattr(value, "name", getattr(value, "__name__", value)))
     return json.loads(json.dumps(asdict(s) | {"data": text, "recipe_values": values}))
 
@@ -822,7 +816,7 @@ def stop(message, code=1):
     """End the process with a sentence. Code 1 or 2: the user can fix it. 3: the loss
     diverged. 4: another process has stopped. 130: a signal came."""
     if RANK and code in (1, 2):
-        time.sleep(10)      # rank 0 may say the same now: torchrun then ends this process
+        time.sleep(10)      # if rank 0 says the same, torchrun ends this process now
     if RANK == 0 or code in (1, 2):
         tqdm.write(f"train.py: {message}", file=sys.stderr)
     if WORLD > 1:
