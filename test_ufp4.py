@@ -1496,7 +1496,7 @@ def test_train_help_shows_every_default(capsys):
     for f in dataclasses.fields(train.Settings):
         if f.type is not bool and f.default is not None:
             flag = "--" + f.name.replace("_", "-")
-            assert re.search(rf"{flag} [^-].*?\(default: {f.default}\)", text)
+            assert re.search(rf"{flag} ((?! --).)*\(default: {f.default}\)", text)
 
 def test_train_what_is_not_finite_stops_the_run_before_it_is_saved(settings, monkeypatch, capsys):
     """A loss or gradient, though later ones are finite, and however seldom the log looks."""
@@ -1624,7 +1624,10 @@ def test_train_a_step_is_saved_before_it_is_validated(settings, tmp_path, monkey
             train.train(settings(*MOE, "--out", out, *flags))
         assert train.checkpoints(Path(out))[-1].name == name
     train.train(settings(*MOE, "--out", out, "--resume"))
-    assert same_weights(weights(out), weights(whole.out)) and records(out) == records(whole.out)
+    assert same_weights(weights(out), weights(whole.out))
+    found = [{line["step"]: line["val_loss"] for line in records(run) if "val_loss" in line}
+             for run in (out, whole.out)]
+    assert found[0] == found[1] and set(found[0]) == {4, 8}
 
 def test_train_prompt_only_continues_a_text_even_when_the_data_is_gone(
         settings, text, tmp_path, monkeypatch, capsys):
@@ -1744,7 +1747,7 @@ def test_train_killed_and_resumed_ends_with_the_same_weights(settings, text, tmp
     assert process.returncode == -signal.SIGKILL, error
     assert re.search("OMP_WAIT_POLICY *= *'ACTIVE'", error)    # what the user sets stays
     assert [p.name for p in train.checkpoints(out)] == ["ckpt-0000002"]
-    assert records(out)[:3] == records(whole.out)[:3] and records(out)[3]["step"] == 4
+    assert records(out) == records(whole.out)[:3]       # a step is logged when it is saved
     with open(out / "log.jsonl", "a") as log:
         log.write('{"step": 5, "tra')                   # as a kill in its midst would leave it
     train.train(settings(*MOE, "--out", str(out), "--resume"))

@@ -33,9 +33,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 
-# CPU threads that share a product wait for each other in a loop, which keeps cores busy.
-# Beside another program, steps then take many times as long. So let the threads sleep.
-# torch reads this when it is imported.
+# CPU threads that share a product wait for each other in a loop, which keeps cores
+# busy. Beside another program, steps then take many times as long. So let the threads
+# sleep. torch reads this when it is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import numpy as np
@@ -563,7 +563,9 @@ def train(s):
     # The process that saved this step may have died before it validated
     due = start >= s.steps or (s.resume and start % s.eval_interval == 0)
     if any_process(due and val_loss is None):
-        val_loss = validate(s, model, val, {"step": start})
+        line = {"step": start} | validate(s, model, val, start)
+        log(s, line)
+        val_loss = line["val_loss"]
     if start < s.steps:
         signals.clear()
         handlers = {n: signal.signal(n, lambda number, _: signals.append(number))
@@ -614,19 +616,20 @@ def training_loop(s, settings, model, optimizer, files, val, start):
         loss, norm, *loads = rows[-1]
         tokens_read = len(rows) * s.batch_size * s.seq_len
         speed = tokens_read / (time.perf_counter() - clock)
-        log(s, {"step": done, "train_loss": loss, "val_loss": None, "lr": lr,
-                "grad_norm": norm, "max_load": max(loads, default=None),
-                "tokens_per_s": round(speed), "mfu": utilization(model, s, speed)})
         bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s", False)
+        line = {"step": done, "train_loss": loss, "val_loss": None, "lr": lr,
+                "grad_norm": norm, "max_load": max(loads, default=None),
+                "tokens_per_s": round(speed), "mfu": utilization(model, s, speed)}
         if saves:
             save(s, settings, done, model, optimizer)
         if validates:
-            val_loss = validate(s, model, val, {"step": done, "train_loss": loss})
+            line |= validate(s, model, val, done)
+        log(s, line)
         if stops and not last:
             stop(f"stopped after step {done} and saved; add --resume to the same "
                  "command", 130)
         unread, clock = [], time.perf_counter()     # leaves out saving and validating
-    return val_loss
+    return line["val_loss"]
 
 def read(unread, done, s):
     """Wait for the device and read the results of all steps since the last read. All
@@ -637,18 +640,13 @@ def read(unread, done, s):
             diverged(f"step {step}: the loss is {loss}, the gradient norm {norm}", s)
     return rows
 
-def validate(s, model, val, line):
-    """Log and print a line with the validation loss and the noise of the forward pass;
-    returns the loss."""
+def validate(s, model, val, step):
+    """-> the validation loss and the noise of the forward pass, for the log"""
     val_loss = evaluate(model, val, s)
     if not math.isfinite(val_loss):
-        diverged(f"step {line['step']}: the validation loss is {val_loss}", s)
+        diverged(f"step {step}: the validation loss is {val_loss}", s)
     (tokens, _), _ = next(validation_batches(val, s))
-    line = line | {"val_loss": val_loss} | fprop_noise(model, tokens)
-    log(s, line)
-    tqdm.write(", ".join(f"{name} {value:.4f}" if isinstance(value, float) else
-                         f"{name} {value}" for name, value in line.items()))
-    return val_loss
+    return {"val_loss": val_loss} | fprop_noise(model, tokens)
 
 def diverged(what, s):
     kept = checkpoints(Path(s.out)) or ["none"]
@@ -656,8 +654,8 @@ def diverged(what, s):
          "numbers, so change a setting, such as --lr, and start again", 3)
 
 # --- Checkpoints and the log ---------------------------------------------------------
-# A step is logged, saved, and then validated: if validation dies, its weights are safe,
-# and --resume validates again.
+# A step is saved, validated, then logged: if validation dies, its weights are safe, and
+# --resume validates again.
 
 def checkpoints(out):
     """The checkpoints in OUT, oldest first. Copies under other names don't count."""
@@ -691,9 +689,9 @@ def load(path, state, resume=False):
         dcp.load(state, checkpoint_id=path)
     except dcp.CheckpointException as e:
         reason = next(iter(e.failures.values()))[0]
-        what = f"{path} is missing, damaged or not a checkpoint of train.py ({reason!r})"
-        stop(f"{what}; delete it, and --resume goes on from the one before, if there is "
-             "one" if resume else what)
+        hint = "; delete it, and --resume takes the one before" if resume else ""
+        stop(f"{path} is missing, damaged or not a checkpoint of train.py ({reason!r})"
+             + hint)
 
 def find_checkpoint(s, settings):
     """-> (path, step) of the checkpoint that --resume or --branch means, if its run had
@@ -736,24 +734,26 @@ def start_log(s, settings, step):
     return kept[-1].get("val_loss") if kept and kept[-1]["step"] == step else None
 
 def log(s, line):
+    """Write a line to the log. Print it, too, if it has a validation loss."""
     if RANK == 0:
         with open(Path(s.out) / "log.jsonl", "a") as lines:
             lines.write(json.dumps(line) + "\n")
+    if line["val_loss"] is not None:
+        tqdm.write(", ".join(f"{k} {v:.5g}" if isinstance(v, float) else f"{k} {v}"
+                             for k, v in line.items() if v is not None))
 
 def read_log(path):
-    """-> [the first line, then a dict for each step]. A validated step has a second
-    line in the file. Here the two are put together."""
-    found = {}                          # {step: line}; the first line has no step: None
+    """-> the lines of a log: the settings, then a dict for each step that was logged"""
+    found = []
     with open(path) as lines:
         for number, text in enumerate(lines, 1):
             if not text.endswith("\n"):
                 break                   # a process that was killed left half a line
             try:
-                line = json.loads(text)
-                found.setdefault(line.get("step"), {}).update(line)
-            except (ValueError, AttributeError):
+                found.append(dict(json.loads(text)))
+            except (ValueError, TypeError):
                 raise ValueError(f"line {number} of {path} is damaged; delete it")
-    return list(found.values())
+    return found
 
 def commit():
     """The commit of this code, "-dirty" if it was changed; None if git can't say."""
@@ -765,8 +765,7 @@ def commit():
 # --- Comparing runs ------------------------------------------------------------------
 # --resume goes on with a run whose settings are the same, apart from these. steps and
 # warmup change the learning rate of the steps to come. grad_accum, device and compile
-# change the rounding, and the first two also the random bits. The others change no
-# number.
+# change rounding, and may change the random bits. The others change no step's numbers.
 RESUMABLE = {"out", "device", "steps", "warmup", "eval_interval", "save_interval",
              "log_interval", "sample", "compile", "resume", "branch", "prompt",
              "grad_accum", "remat"}
