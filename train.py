@@ -359,7 +359,7 @@ def variant(s):
     changed = s.overrides | ({"keep_bf16": s.keep_bf16} if s.keep_bf16 else {})
     parts = [s.recipe]
     for name, value in changed.items():
-        text = "+".join(value) or "none" if isinstance(value, tuple) else value
+        text = ("+".join(value) or "none") if isinstance(value, tuple) else value
         parts.append(f"{name}.{text}")
     return "-".join(parts)
 
@@ -471,8 +471,7 @@ def continue_prompt(s):
     vocab_size = vocabulary(s.data)
     prompt = encode(s.prompt, vocab_size)
     model, _ = build(s, make_recipe(s), vocab_size)
-    path, _ = find_checkpoint(s, recorded(s, s.data))
-    load(path, {"model": get_model_state_dict(model)}, s.resume)
+    restore(s, recorded(s, s.data), {"model": get_model_state_dict(model)})
     print(sample(model, prompt, s, vocab_size))
 
 # --- Training ------------------------------------------------------------------------
@@ -537,8 +536,7 @@ def set_up(s):
     # The folder of a text has its checksum in its name
     settings = recorded(s, f"{dataset.train[0].parent.name}-{len(files)}")
     if s.resume or s.branch:
-        path, step = find_checkpoint(s, settings)
-        load(path, state_of(model, optimizer), s.resume)
+        step = restore(s, settings, state_of(model, optimizer))
     else:
         step = 0
         torch.manual_seed(s.seed)
@@ -612,10 +610,14 @@ def training_loop(s, settings, model, optimizer, files, val, start):
         saves = last or stops or done % s.save_interval == 0
         if not (validates or saves or done % s.log_interval == 0):
             continue
-        rows = read(unread, done, s)                # waits for the device
-        loss, norm, *loads = rows[-1]
-        tokens_read = len(rows) * s.batch_size * s.seq_len
-        speed = tokens_read / (time.perf_counter() - clock)
+        # Wait for the device, and read the results of all steps since the last read:
+        # means over the processes. No checkpoint follows numbers that are not finite.
+        # After the inner loop loss, norm and loads are those of the last step.
+        rows = (all_sum(torch.stack(unread)) / WORLD).tolist()
+        for number, (loss, norm, *loads) in enumerate(rows, done - len(rows) + 1):
+            if not math.isfinite(loss + norm):
+                diverged(s, f"step {number}: loss {loss}, gradient norm {norm}")
+        speed = len(rows) * s.batch_size * s.seq_len / (time.perf_counter() - clock)
         bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s", False)
         line = {"step": done, "train_loss": loss, "val_loss": None, "lr": lr,
                 "grad_norm": norm, "max_load": max(loads, default=None),
@@ -631,24 +633,15 @@ def training_loop(s, settings, model, optimizer, files, val, start):
         unread, clock = [], time.perf_counter()     # leaves out saving and validating
     return line["val_loss"]
 
-def read(unread, done, s):
-    """Wait for the device and read the results of all steps since the last read. All
-    are checked, so that no checkpoint follows a loss or gradient that is not finite."""
-    rows = (all_sum(torch.stack(unread)) / WORLD).tolist()      # means over processes
-    for step, (loss, norm, *_) in enumerate(rows, done - len(rows) + 1):
-        if not math.isfinite(loss + norm):
-            diverged(f"step {step}: the loss is {loss}, the gradient norm {norm}", s)
-    return rows
-
 def validate(s, model, val, step):
     """-> the validation loss and the noise of the forward pass, for the log"""
     val_loss = evaluate(model, val, s)
     if not math.isfinite(val_loss):
-        diverged(f"step {step}: the validation loss is {val_loss}", s)
+        diverged(s, f"step {step}: validation loss {val_loss}")
     (tokens, _), _ = next(validation_batches(val, s))
     return {"val_loss": val_loss} | fprop_noise(model, tokens)
 
-def diverged(what, s):
+def diverged(s, what):
     kept = checkpoints(Path(s.out)) or ["none"]
     stop(f"{what}; the last checkpoint: {kept[-1]}; --resume would repeat the same "
          "numbers, so change a setting, such as --lr, and start again", 3)
@@ -693,9 +686,9 @@ def load(path, state, resume=False):
         stop(f"{path} is missing, damaged or not a checkpoint of train.py ({reason!r})"
              + hint)
 
-def find_checkpoint(s, settings):
-    """-> (path, step) of the checkpoint that --resume or --branch means, if its run had
-    the same settings."""
+def restore(s, settings, state):
+    """Load what --resume or --branch means into the tensors of `state`, if that run had
+    the same settings. Returns the number of its steps."""
     kept = checkpoints(Path(s.out))
     if s.resume and not kept:
         stop(f"--resume: no checkpoint in {s.out}; start without --resume, or name "
@@ -711,7 +704,8 @@ def find_checkpoint(s, settings):
         may_differ = may_differ | {"data"}              # no text is read
     if differ := differences(settings, before, may_differ):
         stop(f"{path} belongs to a run with other settings: {'; '.join(differ)}")
-    return path, saved["step"]
+    load(path, state, s.resume)
+    return saved["step"]
 
 def start_log(s, settings, step):
     """Begin log.jsonl with the settings. --resume keeps the lines up to its checkpoint;
@@ -790,8 +784,8 @@ def differences(now, before, may_differ):
 def is_baseline(bf16, settings):
     """Whether a run with the settings `bf16` is the one to compare another run with: a
     bf16 run whose other settings are the same, and which is no branch."""
-    wanted = settings | {"recipe": "bf16", "keep_bf16": 0, "branch": None}
-    wanted |= dict.fromkeys(RECIPE_FIELDS)
+    wanted = settings | dict.fromkeys(("branch", *RECIPE_FIELDS))      # all None
+    wanted |= {"recipe": "bf16", "keep_bf16": 0}
     may_differ = RESUMABLE - {"steps", "warmup", "branch"} | {"recipe_values"}
     return not differences(wanted, bf16, may_differ)
 
