@@ -1,10 +1,12 @@
 """Pretrain a small GPT, dense or mixture-of-experts, in 4 bits or in BF16.
 
-    python train.py --recipe bf16           # the baseline: nano, or small on a GPU
-    python train.py --recipe ufp4           # prints its loss error to that baseline
-    python train.py --recipe ufp4 --resume  # goes on after Ctrl-C or a crash
-    python train.py --recipe ufp4 --resume --prompt "def "      # a finished run writes
+    python train.py --recipe bf16   # the baseline: nano, or small on a GPU
+    python train.py --recipe ufp4   # also prints its loss relative to that baseline
+    python train.py --recipe ufp4 --resume      # goes on after Ctrl-C or a crash
     torchrun --nproc-per-node 8 train.py --model dense-1.5b     # many GPUs
+
+    # continue a text with the trained model
+    python train.py --recipe ufp4 --resume --prompt "def "
 
 A recipe (see ufp4.py) says how the linear layers of the blocks multiply. Embedding, LM
 head, router and norms are never quantized: they run in high precision, which is BF16
@@ -12,7 +14,7 @@ autocast where the hardware has BF16, and float32 elsewhere (--dtype).
 
 A run writes log.jsonl and its last two checkpoints into the directory OUT.
 What follows: the model, settings, data, evaluation, training, checkpoints and the log,
-comparing runs, start and stop. The last section is for many processes alone.
+comparing runs, start and stop. Only the last section deals with several processes.
 """
 import argparse
 import inspect
@@ -31,10 +33,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 
-# CPU threads that share a product wait for each other. By default they wait in a loop,
-# which keeps their cores busy. If another program runs, a thread that has work may then
-# get no core, and steps take many times as long. So let them sleep. torch reads this
-# when it is imported.
+# CPU threads that share a product wait for each other in a loop, which keeps cores
+# busy. Beside another program, steps then take many times as long. So let the threads
+# sleep. torch reads this when it is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import numpy as np
@@ -129,13 +130,15 @@ class MoE(nn.Module):
         gates = (gates / gates.sum(-1, keepdim=True)).to(x.dtype)
         expert, order = chosen.flatten().sort(stable=True)          # (M k), by expert
         experts = torch.arange(len(self.bias), device=x.device)
+        # right=True: after the last row of expert e, or where it would be
         offsets = torch.searchsorted(expert, experts, right=True).int()     # (E)
         if self.training:       # with --remat all tokens count twice: the ratios stay
             self.load += torch.diff(offsets, prepend=offsets.new_zeros(1))
         copies = flat[:, None].expand(-1, self.top_k, -1).flatten(0, 1)     # (M k, C)
         gate, up = self.fc1(copies[order], offsets).chunk(2, -1)
         out = self.fc2(F.silu(gate) * up, offsets)                  # (M k, C)
-        out = out[order.argsort()].unflatten(0, gates.shape)        # (M, k, C)
+        back = order.argsort()                      # the inverse of the permutation
+        out = out[back].unflatten(0, gates.shape)                   # (M, k, C)
         out = (out * gates.unsqueeze(-1)).sum(1)                    # (M, C)
         return self.shared(x) + out.view(x.shape)
 
@@ -175,9 +178,8 @@ class GPT(nn.Module):
         self.embed = nn.Embedding(vocab_size, s.dim)
         self.blocks = nn.ModuleList()
         for i in range(s.layers):
-            unquantized = i >= s.layers - s.keep_bf16
-            mine = ufp4.RECIPES["bf16"] if unquantized else recipe
-            self.blocks.append(Block(s, mine))
+            quantized = i < s.layers - s.keep_bf16
+            self.blocks.append(Block(s, recipe if quantized else ufp4.RECIPES["bf16"]))
         self.norm = nn.RMSNorm(s.dim)
         self.lm_head = nn.Linear(s.dim, vocab_size, bias=False)
 
@@ -256,8 +258,8 @@ CHOICES = {"recipe": ufp4.RECIPES, "model": PRESETS, "dtype": ("float32", "bfloa
 
 @dataclass
 class Settings:
-    """Each field is a flag: batch_size is --batch-size. In a type's place stands the
-    function that reads the flag's text. The comment becomes its help."""
+    """Each field is a flag: batch_size is --batch-size. The annotation is the function
+    that parses the flag. The comment becomes its help."""
     recipe: str = "ufp4"            # how layers multiply, see RECIPES in ufp4.py
     model: str = "small" if GPU else "nano"     # sizes, schedule and data, see PRESETS
     data: str = None                # python, shakespeare, fineweb or a text file
@@ -315,12 +317,10 @@ def parse_args(argv=None):
     p.error = lambda message: stop(message, 2)
     comments = dict(re.findall(r"(\w+): .*# (.*)", inspect.getsource(Settings)))
     for f in fields(Settings):
-        text = comments[f.name]
-        if f.default not in (None, False):
-            text += f" (default: {f.default})"
-        how = {"type": f.type, "choices": CHOICES.get(f.name)}
-        if f.type is bool:
-            how = {"action": argparse.BooleanOptionalAction}
+        text, how = comments[f.name], {"action": argparse.BooleanOptionalAction}
+        if f.type is not bool:
+            how = {"type": f.type, "choices": CHOICES.get(f.name)}
+            text += "" if f.default is None else f" (default: {f.default})"
         name = "--" + f.name.replace("_", "-")
         p.add_argument(name, default=f.default, help=text, **how)
     s = Settings(**vars(p.parse_args(argv)))
@@ -359,7 +359,7 @@ def variant(s):
     changed = s.overrides | ({"keep_bf16": s.keep_bf16} if s.keep_bf16 else {})
     parts = [s.recipe]
     for name, value in changed.items():
-        text = "+".join(value) or "none" if isinstance(value, tuple) else value
+        text = ("+".join(value) or "none") if isinstance(value, tuple) else value
         parts.append(f"{name}.{text}")
     return "-".join(parts)
 
@@ -421,31 +421,33 @@ def evaluate(model, tokens, s):
 
 @torch.no_grad()
 def fprop_noise(model, tokens):
-    """How far quantization changes what the layers put out, on tokens (B, T). An output
-    is Y = slope X W^T + R, with R orthogonal to X W^T. Its noise is the error's power
-    relative to the exact output's, |R|^2 / |X W^T|^2. A slope below 1 is shrinkage.
-    Returns means over the quantized layers, and the layer with most noise."""
-    found, hooks = {}, []
+    """How far quantization changes the layers' outputs, on tokens (B, T).
 
-    def compare(name, layer, inputs, y):
+    An output is Y = slope X W^T + R, with R orthogonal to X W^T. Its noise is the power
+    of R relative to that of X W^T. A slope below 1 is shrinkage. Returns means over the
+    quantized layers, and the layer with most noise."""
+    names, found = {layer: name for name, layer in model.named_modules()}, {}
+
+    def compare(layer, inputs, y):
+        recipe = getattr(layer, "recipe", None)
+        if recipe is None or recipe.fmt is None:
+            return
         x, *offsets = inputs
-        exact = ufp4.linear(x, layer.weight, "bf16", *offsets).float()
-        power = exact.square().sum()
-        slope = (exact * y).sum() / power
-        found[name] = torch.stack([(y - slope * exact).square().sum() / power, slope])
+        # X W^T, computed without quantization, but in the run's precision
+        reference = ufp4.linear(x, layer.weight, "bf16", *offsets).float()
+        power = reference.square().sum()
+        slope = (reference * y).sum() / power
+        rest = y - slope * reference
+        found[names[layer]] = torch.stack([rest.square().sum() / power, slope])
 
-    for name, layer in model.named_modules():
-        linear = isinstance(layer, (ufp4.Linear, ExpertLinear))
-        if linear and layer.recipe.fmt is not None:
-            hooks.append(layer.register_forward_hook(partial(compare, name)))
-    if not hooks:
-        return {}
     model.eval()
+    hook = nn.modules.module.register_module_forward_hook(compare)
     with torch.compiler.set_stance("force_eager"):      # compiled code may skip hooks
         model(tokens)
+    hook.remove()
     model.train()
-    for hook in hooks:
-        hook.remove()
+    if not found:
+        return {}
     table = torch.stack([*found.values()]).cpu()        # a row for each layer
     noise, slope = table.mean(0).tolist()
     worst = table[:, 0].argmax().item()
@@ -465,12 +467,11 @@ def sample(model, prompt, s, vocab_size):
     return decode(tokens[0].tolist(), vocab_size)
 
 def continue_prompt(s):
-    """What --prompt does, for which it needs a checkpoint, but no data."""
+    """--prompt: continue a text from a checkpoint; reads no data."""
     vocab_size = vocabulary(s.data)
     prompt = encode(s.prompt, vocab_size)
     model, _ = build(s, make_recipe(s), vocab_size)
-    path, _ = find_checkpoint(s, recorded(s, s.data))
-    load(path, {"model": get_model_state_dict(model)})
+    restore(s, recorded(s, s.data), {"model": get_model_state_dict(model)})
     print(sample(model, prompt, s, vocab_size))
 
 # --- Training ------------------------------------------------------------------------
@@ -490,7 +491,8 @@ def counts(model, s):
     products = 6 * (total - idle - model.embed.weight.numel())
     return total, total - idle, products + 6 * s.seq_len * s.dim * s.layers
 
-# BF16 FLOP/s without sparsity, by NVIDIA's data sheets, of SXM modules
+# BF16 FLOP/s without sparsity, by NVIDIA's data sheets, of SXM modules. The name "A100"
+# alone would also fit an RTX A1000.
 PEAKS = {"NVIDIA A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12,
          "B300": 2250e12}
 
@@ -503,12 +505,12 @@ def utilization(model, s, tokens_per_s):
 
 def build(s, recipe, vocab_size):
     """-> (the model, whose weights have no values yet, and its optimizer)"""
-    with torch.device("meta"):          # no memory before FSDP has shared it out
+    with torch.device("meta"):          # allocates nothing until FSDP has sharded it
         model = GPT(s, recipe, vocab_size)
     for block in model.blocks:
         if s.compile:
             block.forward = torch.compile(block.forward)
-        if s.remat:                     # it repeats the random bits, too
+        if s.remat:                     # the recomputation draws the same random bits
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if WORLD > 1:
         shard(model, s)
@@ -521,25 +523,25 @@ def build(s, recipe, vocab_size):
 
 def set_up(s):
     """Build the model, read the data, load a checkpoint if one is named, begin the log.
-    -> model, optimizer, training files, validation tokens, the number of steps that are
-    done, and the settings for the log and for checkpoints"""
+    -> the settings for the log and for checkpoints, model, optimizer, training files,
+    validation tokens, the number of steps done, and the validation loss logged there"""
+    # A wrong flag should be found before a download. So the model comes first, and
+    # vocabulary() knows its size by the name of the data set.
     model, optimizer = build(s, make_recipe(s), vocabulary(s.data))
     if RANK == 0:                       # one process downloads for all
         check(prepare(s.data), s.seq_len + 1)
-    any_process(False)                  # the others wait for it
-    dataset = prepare(s.data)
+    wait_for_all()
+    dataset = prepare(s.data)           # the files are there now
     files, val = [read_tokens(p) for p in dataset.train], read_tokens(dataset.val[0])
     # The folder of a text has its checksum in its name
     settings = recorded(s, f"{dataset.train[0].parent.name}-{len(files)}")
     if s.resume or s.branch:
-        path, step = find_checkpoint(s, settings)
-        load(path, state_of(model, optimizer))
+        step = restore(s, settings, state_of(model, optimizer))
     else:
         step = 0
         torch.manual_seed(s.seed)
         model.init_weights()
-    if RANK == 0:
-        start_log(s, settings, step)
+    val_loss = start_log(s, settings, step) if RANK == 0 else math.nan
     total, active, _ = counts(model, s)
     name, _ = hardware(s.device)
     print(f"{s.model}, {total / 1e6:.2f}M parameters, {active / 1e6:.2f}M active a "
@@ -549,21 +551,41 @@ def set_up(s):
     if ufp4.RECIPES[s.recipe].fmt is not None and s.device == "cpu":
         print("the first step compiles the quantizer, which takes a minute or two "
               "unless it is cached")
-    return model, optimizer, files, val, step, settings
+    return settings, model, optimizer, files, val, step, val_loss
 
 signals = []        # Ctrl-C and SIGTERM are noted here; the loop stops after its step
 
 def train(s):
-    """Train; returns the last validation loss."""
-    model, optimizer, files, val, done, settings = set_up(s)
+    """Set up, train and report; returns the last validation loss."""
+    settings, model, optimizer, files, val, start, val_loss = set_up(s)
+    # The process that saved this step may have died before it validated
+    due = start >= s.steps or (s.resume and start % s.eval_interval == 0)
+    if any_process(due and val_loss is None):
+        line = {"step": start} | validate(s, model, val, start)
+        log(s, line)
+        val_loss = line["val_loss"]
+    if start < s.steps:
+        signals.clear()
+        handlers = {n: signal.signal(n, lambda number, _: signals.append(number))
+                    for n in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            val_loss = training_loop(s, settings, model, optimizer, files, val, start)
+        finally:
+            for n, handler in handlers.items():
+                signal.signal(n, handler)
+    print(f"validation loss {val_loss:.4f} nats a token")
+    if s.recipe != "bf16":
+        print(loss_error(s, settings, val_loss))
+    if s.sample:
+        text = sample(model, val[:32].tolist(), s, vocabulary(s.data))
+        print(f"--- sample\n{text}\n---")
+    return val_loss
+
+def training_loop(s, settings, model, optimizer, files, val, start):
+    """Train from step `start` on; returns the last validation loss."""
     moes = [m for m in model.modules() if isinstance(m, MoE)]
-    handlers = {n: signal.signal(n, lambda number, _: signals.append(number))
-                for n in (signal.SIGINT, signal.SIGTERM)}
-    if done >= s.steps or s.resume and done % s.eval_interval == 0:
-        # The process that saved this step may have died before it validated
-        val_loss = validate(s, model, val, done)
-    unread, logged, seconds, clock = [], done, 0.0, time.perf_counter()
-    bar = tqdm(range(done, s.steps), initial=done, total=s.steps, disable=RANK > 0)
+    unread, clock = [], time.perf_counter()
+    bar = tqdm(range(start, s.steps), initial=start, total=s.steps, disable=RANK > 0)
     for step in bar:
         bits = np.random.SeedSequence((s.seed, step, RANK)).generate_state(1, np.uint64)
         torch.manual_seed(int(bits[0]))             # of this step and process alone
@@ -582,137 +604,117 @@ def train(s):
         loads = [moe.balance() for moe in moes]
         unread.append(torch.stack((loss, whole(norm), *loads)))     # not read yet
 
-        step += 1                                   # from here on, the steps done
-        stops, last = any_process(signals), step == s.steps
-        validates = last or step % s.eval_interval == 0
-        saves = last or stops or step % s.save_interval == 0
-        logs = validates or step % s.log_interval == 0
-        if not (saves or logs):
+        done = step + 1
+        stops, last = any_process(signals), done == s.steps
+        validates = last or done % s.eval_interval == 0
+        saves = last or stops or done % s.save_interval == 0
+        if not (validates or saves or done % s.log_interval == 0):
             continue
-        loss, norm, *loads = read(unread, step, s)  # waits for the device
-        seconds += time.perf_counter() - clock      # without saving and validating
-        if logs:
-            speed = (step - logged) * s.batch_size * s.seq_len / seconds
-            logged, seconds = step, 0.0
-            log(s, {"step": step, "train_loss": loss, "val_loss": None, "lr": lr,
-                    "grad_norm": norm, "max_load": max(loads, default=None),
-                    "tokens_per_s": round(speed), "mfu": utilization(model, s, speed)})
-            bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s", False)
+        # Wait for the device, and read the results of all steps since the last read:
+        # means over the processes. No checkpoint follows numbers that are not finite.
+        # After the inner loop loss, norm and loads are those of the last step.
+        rows = (all_sum(torch.stack(unread)) / WORLD).tolist()
+        for number, (loss, norm, *loads) in enumerate(rows, done - len(rows) + 1):
+            if not math.isfinite(loss + norm):
+                diverged(s, f"step {number}: loss {loss}, gradient norm {norm}")
+        speed = len(rows) * s.batch_size * s.seq_len / (time.perf_counter() - clock)
+        bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s", False)
+        line = {"step": done, "train_loss": loss, "val_loss": None, "lr": lr,
+                "grad_norm": norm, "max_load": max(loads, default=None),
+                "tokens_per_s": round(speed), "mfu": utilization(model, s, speed)}
         if saves:
-            save(s, settings, step, model, optimizer)
+            save(s, settings, done, model, optimizer)
         if validates:
-            val_loss = validate(s, model, val, step, loss)
+            line |= validate(s, model, val, done)
+        log(s, line)
         if stops and not last:
-            stop(f"stopped after step {step} and saved; add --resume to the same "
+            stop(f"stopped after step {done} and saved; add --resume to the same "
                  "command", 130)
-        clock = time.perf_counter()
-    for n, handler in handlers.items():
-        signal.signal(n, handler)
-    print(f"validation loss {val_loss:.4f} nats a token")
-    if s.recipe != "bf16":
-        print(loss_error(s, settings, val_loss))
-    if s.sample:
-        text = sample(model, val[:32].tolist(), s, vocabulary(s.data))
-        print(f"--- sample\n{text}\n---")
-    return val_loss
+        unread, clock = [], time.perf_counter()     # leaves out saving and validating
+    return line["val_loss"]
 
-def read(unread, step, s):
-    """Wait for the device and read what each step since the last time has left there.
-    Returns the last step's. All are checked, so that no checkpoint follows a loss or a
-    gradient that is not finite."""
-    rows = (all_sum(torch.stack(unread)) / WORLD).tolist()      # means over processes
-    unread.clear()
-    for number, (loss, norm, *_) in enumerate(rows, step + 1 - len(rows)):
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            kept = checkpoints(Path(s.out)) or ["none"]
-            stop(f"step {number}: the loss is {loss}, the gradient norm {norm}; "
-                 f"the last good checkpoint: {kept[-1]}", 3)
-    return rows[-1]
-
-def validate(s, model, val, step, train_loss=None):
-    """Log the validation loss and the noise of the forward pass; returns the loss."""
+def validate(s, model, val, step):
+    """-> the validation loss and the noise of the forward pass, for the log"""
     val_loss = evaluate(model, val, s)
     if not math.isfinite(val_loss):
-        stop(f"step {step}: the validation loss is {val_loss}; "
-             + go_back(Path(s.out) / f"ckpt-{step:07d}"), 3)
+        diverged(s, f"step {step}: validation loss {val_loss}")
     (tokens, _), _ = next(validation_batches(val, s))
-    noise = fprop_noise(model, tokens)
-    log(s, {"step": step, "val_loss": val_loss, **noise})
-    text = f"step {step}: validation loss {val_loss:.4f}"
-    if train_loss is not None:
-        text += f", train loss {train_loss:.4f}"
-    if noise:
-        text += (f", noise {noise['noise']:.2%}, slope {noise['slope']:.4f}, most "
-                 f"noise {noise['worst_noise']:.2%} in {noise['worst_layer']}")
-    tqdm.write(text)
-    return val_loss
+    return {"val_loss": val_loss} | fprop_noise(model, tokens)
+
+def diverged(s, what):
+    kept = checkpoints(Path(s.out)) or ["none"]
+    stop(f"{what}; the last checkpoint: {kept[-1]}; --resume would repeat the same "
+         "numbers, so change a setting, such as --lr, and start again", 3)
 
 # --- Checkpoints and the log ---------------------------------------------------------
-# A step is logged, saved, and then validated: if validation dies, its weights are safe,
-# and --resume validates again.
+# A step is saved, validated, then logged: if validation dies, its weights are safe, and
+# --resume validates again.
 
 def checkpoints(out):
     """The checkpoints in OUT, oldest first. Copies under other names don't count."""
     return sorted(path for path in out.glob("ckpt-*") if path.name[5:].isdigit())
 
 def state_of(model, optimizer):
+    """The tensors of model and optimizer themselves, which load() fills in place. AdamW
+    makes its moments at its first step; get_state_dict sees to it that they exist."""
     weights, moments = get_state_dict(model, optimizer)
     return {"model": weights, "optimizer": moments}
 
 def save(s, settings, step, model, optimizer):
     """Write ckpt-STEP, all processes together, and keep the last two. A checkpoint gets
     its name when it is whole."""
-    out = Path(s.out)
+    out, part = Path(s.out), Path(s.out) / "saving"
     state = {"step": step, "settings": json.dumps(settings)}
     state |= state_of(model, optimizer)
-    dcp.save(state, checkpoint_id=out / "saving")
+    if RANK == 0 and part.exists():     # a process that was killed has left it
+        shutil.rmtree(part)
+    wait_for_all()
+    dcp.save(state, checkpoint_id=part)
     if RANK == 0:
-        (out / "saving").rename(out / f"ckpt-{step:07d}")
+        part.rename(out / f"ckpt-{step:07d}")
         for old in checkpoints(out)[:-2]:
             shutil.rmtree(old)
 
-def load(path, state):
-    """Read a checkpoint into the tensors of `state`, and return its other values with
-    them. A checkpoint has pickles, which can run any code: load only what you trust."""
+def load(path, state, resume=False):
+    """Read a checkpoint into the tensors of `state`, in place, and replace its other
+    values. It has pickles, which can run any code: load only what you trust."""
     try:
         dcp.load(state, checkpoint_id=path)
     except dcp.CheckpointException as e:
         reason = next(iter(e.failures.values()))[0]
-        stop(f"{path} is missing, damaged or not a checkpoint of train.py "
-             f"({reason!r}); {go_back(path)}")
-    return state
+        hint = "; delete it, and --resume takes the one before" if resume else ""
+        stop(f"{path} is missing, damaged or not a checkpoint of train.py ({reason!r})"
+             + hint)
 
-def go_back(path):
-    """What to do about a checkpoint that is of no use."""
-    before = [p for p in checkpoints(path.parent) if p < path]
-    if not before:
-        return "no checkpoint is before it"
-    return f"delete {path}, and --resume goes on from {before[-1]}"
-
-def find_checkpoint(s, settings):
-    """-> (path, step) of the checkpoint that --resume or --branch means, if its run had
-    the same settings."""
+def restore(s, settings, state):
+    """Load what --resume or --branch means into the tensors of `state`, if that run had
+    the same settings. Returns the number of its steps."""
     kept = checkpoints(Path(s.out))
     if s.resume and not kept:
         stop(f"--resume: no checkpoint in {s.out}; start without --resume, or name "
              "another --out")
     path = kept[-1] if s.resume else Path(s.branch)
-    saved = load(path, {"step": 0, "settings": ""})
+    saved = {"step": 0, "settings": ""}
+    load(path, saved, s.resume)
+    before = json.loads(saved["settings"])
+    if s.resume:                        # a branch stays one, also without the flag
+        settings["branch"] = before["branch"]
     may_differ = RESUMABLE if s.resume else BRANCHABLE
     if s.prompt is not None:
         may_differ = may_differ | {"data"}              # no text is read
-    differ = differences(settings, json.loads(saved["settings"]), may_differ)
-    if differ:
+    if differ := differences(settings, before, may_differ):
         stop(f"{path} belongs to a run with other settings: {'; '.join(differ)}")
-    return path, saved["step"]
+    load(path, state, s.resume)
+    return saved["step"]
 
 def start_log(s, settings, step):
     """Begin log.jsonl with the settings. --resume keeps the lines up to its checkpoint;
-    without it the directory of an earlier run is renamed."""
-    out, n, lines = Path(s.out), 1, []
+    without it the directory of an earlier run is renamed. Returns the validation loss
+    that the log has at `step`, or None."""
+    out, n, kept = Path(s.out), 1, []
     path, part = out / "log.jsonl", out / "log.jsonl.tmp"
     if s.resume and path.exists():
-        lines = [line for line in read_log(path)[1:] if line["step"] <= step]
+        kept = [line for line in read_log(path) if line.get("step", math.inf) <= step]
     elif not s.resume and (path.exists() or checkpoints(out)):
         while (previous := out.with_name(f"{out.name}-previous-{n}")).exists():
             n += 1
@@ -721,24 +723,31 @@ def start_log(s, settings, step):
     out.mkdir(parents=True, exist_ok=True)
     first = {"settings": settings, "commit": commit(), "torch": torch.__version__,
              "hardware": hardware(s.device)[0], "processes": WORLD}
-    part.write_text("".join(json.dumps(line) + "\n" for line in (first, *lines)))
+    part.write_text("".join(json.dumps(line) + "\n" for line in (first, *kept)))
     os.replace(part, path)
+    return kept[-1].get("val_loss") if kept and kept[-1]["step"] == step else None
 
 def log(s, line):
+    """Write a line to the log. Print it, too, if it has a validation loss."""
     if RANK == 0:
         with open(Path(s.out) / "log.jsonl", "a") as lines:
             lines.write(json.dumps(line) + "\n")
+    if line["val_loss"] is not None:
+        tqdm.write(", ".join(f"{k} {v:.5g}" if isinstance(v, float) else f"{k} {v}"
+                             for k, v in line.items() if v is not None))
 
 def read_log(path):
-    """-> [the first line, then a dict for each step]. A validated step has a second
-    line in the file. Here the two are put together."""
-    steps = {}
+    """-> the lines of a log: the settings, then a dict for each step that was logged"""
+    found = []
     with open(path) as lines:
-        for line in lines:
-            if line.endswith("\n"):     # a process that was killed leaves half a line
-                found = json.loads(line)
-                steps.setdefault(found.get("step"), {}).update(found)
-    return list(steps.values())
+        for number, text in enumerate(lines, 1):
+            if not text.endswith("\n"):
+                break                   # a process that was killed left half a line
+            try:
+                found.append(dict(json.loads(text)))
+            except (ValueError, TypeError):
+                raise ValueError(f"line {number} of {path} is damaged; delete it")
+    return found
 
 def commit():
     """The commit of this code, "-dirty" if it was changed; None if git can't say."""
@@ -748,8 +757,9 @@ def commit():
     return done.stdout.strip() or None
 
 # --- Comparing runs ------------------------------------------------------------------
-# A run may go on, or be compared, only if its settings are the same. These may differ
-# on --resume, as no step's numbers depend on them:
+# --resume goes on with a run whose settings are the same, apart from these. steps and
+# warmup change the learning rate of the steps to come. grad_accum, device and compile
+# change rounding, and may change the random bits. The others change no step's numbers.
 RESUMABLE = {"out", "device", "steps", "warmup", "eval_interval", "save_interval",
              "log_interval", "sample", "compile", "resume", "branch", "prompt",
              "grad_accum", "remat"}
@@ -757,30 +767,25 @@ RESUMABLE = {"out", "device", "steps", "warmup", "eval_interval", "save_interval
 BRANCHABLE = RESUMABLE | {"recipe", "keep_bf16", "recipe_values", *RECIPE_FIELDS}
 
 def recorded(s, text):
-    """The settings for the log and checkpoints, with what names stand for: `text` for
-    the data set, and the recipe's values."""
+    """The settings for the log and checkpoints, as JSON has them (it makes lists of
+    tuples), with what names stand for: `text` for the data set, the recipe's values."""
     recipe, values = make_recipe(s), {}
     for f in fields(recipe):
-        value = getattr(recipe, f.name)
-        if f.compare:                   # formats and scales are known by their names
-            name = getattr(value, "name", getattr(value, "__name__", value))
-            values[f.name] = str(name)
-    return asdict(s) | {"data": text, "recipe_values": values}
+        value = getattr(recipe, f.name)         # formats and scales are known by name
+        values[f.name] = str(getattr(value, "name", getattr(value, "__name__", value)))
+    return json.loads(json.dumps(asdict(s) | {"data": text, "recipe_values": values}))
 
 def differences(now, before, may_differ):
     """What differs between the settings of two runs, in words."""
-    found = []
-    for name in sorted((now.keys() | before.keys()) - may_differ):
-        a, b = now.get(name), before.get(name)
-        if json.dumps(a) != json.dumps(b):              # JSON makes lists of tuples
-            found.append(f"{name} is {a!r} now and was {b!r}")
-    return found
+    names = sorted((now.keys() | before.keys()) - may_differ)
+    return [f"{name} is {now.get(name)!r} now and was {before.get(name)!r}"
+            for name in names if now.get(name) != before.get(name)]
 
 def is_baseline(bf16, settings):
     """Whether a run with the settings `bf16` is the one to compare another run with: a
     bf16 run whose other settings are the same, and which is no branch."""
-    wanted = settings | {"recipe": "bf16", "keep_bf16": 0, "branch": None}
-    wanted |= dict.fromkeys(RECIPE_FIELDS)
+    wanted = settings | dict.fromkeys(("branch", *RECIPE_FIELDS))      # all None
+    wanted |= {"recipe": "bf16", "keep_bf16": 0}
     may_differ = RESUMABLE - {"steps", "warmup", "branch"} | {"recipe_values"}
     return not differences(wanted, bf16, may_differ)
 
@@ -801,15 +806,18 @@ def loss_error(s, settings, val_loss):
 # --- Start and stop ------------------------------------------------------------------
 
 def stop(message, code=1):
-    """End the process with a sentence. Code 1 or 2: the user can mend it. 3: the loss
-    diverged. 130: a signal came."""
+    """End the process with a sentence. Code 1 or 2: the user can fix it. 3: the loss
+    diverged. 4: another process has stopped. 130: a signal came."""
+    if RANK and code in (1, 2):
+        time.sleep(10)      # if rank 0 says the same, torchrun ends this process now
+    if RANK == 0 or code in (1, 2):
+        tqdm.write(f"train.py: {message}", file=sys.stderr)
     if WORLD > 1:
-        stop_one_of_many(message, code)
-    tqdm.write(f"train.py: {message}", file=sys.stderr)
+        os._exit(code)      # a clean exit may wait for a process that is gone
     sys.exit(code)
 
 def main(argv=None):
-    """The command. What the user can mend is one sentence, not a traceback."""
+    """The command. What the user can fix is one sentence, not a traceback."""
     if RANK:
         sys.stdout = open(os.devnull, "w")              # one process prints
     # A character of a sample that the terminal can't show becomes "?"
@@ -834,14 +842,15 @@ def main(argv=None):
     except RuntimeError as e:
         if not connection_lost(e):
             raise
-        stop("another process has stopped; --resume goes on from the last checkpoint")
+        stop("another process has stopped; --resume goes on from the last checkpoint, "
+             "if there is one", 4)
 
 # --- Many processes ------------------------------------------------------------------
 # FSDP2 shards the model: each process keeps a part of each weight, and of its gradient
 # and optimizer state. To compute a block, its weights are gathered, in float32, so that
 # all processes quantize the same numbers. Each process computes its share of the batch.
-# So N processes do what one does with --grad-accum N, but for random bits and the order
-# of sums.
+# So N processes match one process with --grad-accum N, except for random bits and the
+# order of sums.
 
 def shard(model, s):
     kind = torch.device(s.device).type
@@ -874,20 +883,14 @@ def any_process(condition):
         return bool(condition)
     return all_sum(torch.tensor(float(bool(condition)))).item() > 0
 
-def stop_one_of_many(message, code):
-    """If all processes stop for one reason, rank 0 says it, and torchrun ends the rest,
-    which wait for that. A process with a reason of its own says it after ten seconds.
-    After a signal nobody waits."""
-    if RANK and not signals:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)   # by which torchrun ends it
-        time.sleep(10)
-    if RANK == 0 or not signals:
-        tqdm.write(f"train.py: {message}", file=sys.stderr)
-    os._exit(code)          # a clean exit may wait for a process that is gone
+def wait_for_all():
+    any_process(False)
 
 def connection_lost(error):
-    """Whether torch.distributed says that another process is gone."""
-    return WORLD > 1 and (isinstance(error, dist.DistError) or "gloo" in str(error))
+    """Whether another process is gone. What else torch.distributed reports, such as a
+    port in use or two processes on one GPU, has a text of its own."""
+    gone = "connection (was likely )?closed|connection reset|broken pipe|process exit"
+    return WORLD > 1 and bool(re.search(gone, str(error), re.IGNORECASE))
 
 if __name__ == "__main__":
     main()
