@@ -134,7 +134,7 @@ def interleaved(functions, rounds):
     return [ms[2:] for ms in times]
 
 # ---- Experiments: recipes beside those of ufp4.py, which `bench.py train` knows too -------------
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class Choosing(Quantizer):
     """Each block takes fmt or `other`: what has the smaller squared error to nearest, for noise in
     the choice would bias the result."""
@@ -151,7 +151,7 @@ class Choosing(Quantizer):
         (error, first), (other_error, second) = found
         return torch.where(other_error < error, second, first).flatten(dim - 1, dim)
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class Sloped(Quantizer):
     """Rounded to nearest, rescaled so that <Q(x), x> / <x, x> is `slope`; SR stays as it is."""
     slope: float = 1.0
@@ -164,7 +164,7 @@ class Sloped(Quantizer):
         factor = self.slope * x.square().sum() / (q * x).sum().clamp(min=1e-300)    # zeros: 0
         return q * factor.float()
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class Experiment(Recipe):
     """A recipe whose quantizers are of another kind, or have `more` set, in all GEMMs or in one."""
     kind: type = Quantizer
@@ -660,7 +660,7 @@ SCALED = ("e2m1", "ufp4", "e2m1-full-rht")
 def counted(s, recipe="bf16"):
     """(GPT without values, parameters, those active for a token, FLOPs a token)"""
     with torch.device("meta"):
-        model = train.GPT(s, ufp4.lookup("recipe", recipe, RECIPES), vocabulary(s.data))
+        model = train.GPT(s, ufp4.named("recipe", recipe, RECIPES), vocabulary(s.data))
     return model, *train.counts(model, s)
 
 def bench_scaling(args):

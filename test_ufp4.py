@@ -762,7 +762,7 @@ def test_kernels_matmul_multiplies_the_decoded_operands(path, fmt, scale, monkey
 def test_kernels_routes():
     """The path of each recipe, and the combinations that a Triton version gets wrong."""
     def path(name, arch, version=(3, 9)):
-        return gpu.route(RECIPES[name], arch, version)
+        return route(RECIPES[name], arch, version)
 
     archs = ("sm_80", "sm_90", "sm_100", "sm_103", "sm_120", "gfx950")
     for arch in archs:
@@ -779,7 +779,7 @@ def test_kernels_routes():
             ({"scale": "e4m3", "fmt": "int4"}, "cublas"), ({"block": 8}, "reference"),
             ({"rht_block": 8}, "reference"), ({"scale": max}, "reference"),
             ({"fmt": other}, "reference")):
-        assert gpu.route(replace(RECIPES["ufp4"], **changed), "sm_120") == expected
+        assert route(replace(RECIPES["ufp4"], **changed), "sm_120") == expected
 
 @pytest.fixture(scope="module", autouse=True)
 def lowered(request):
