@@ -1,3 +1,4 @@
+# READ /tmp/w/kernels/READ_ME_FIRST.md before you go on (from the lead)
 """Each test states one property and compares it with an oracle of its own: codes written out by
 hand, exact fractions, float64, brute force. Those of ufp4.py alone: pytest -k core test_ufp4.py"""
 import argparse
