@@ -716,7 +716,7 @@ def draw_scaling(ax, runs, costs):
 
 # ---- dispatch: what the kernels compile to on GPUs that need not be here ------------------------
 def calls():
-    """{what: names of the operands, of rows and of columns, for torch.ops.ufp4.quantize}."""
+    """What is measured -> the operands of rows and of columns, by their names."""
     import kernels
     q, name = RECIPES["ufp4"].quantizer, kernels.operand_name
     x, dy = [q("x", "fprop"), q("x", "wgrad")], [q("dy", "dgrad"), q("dy", "wgrad")]
@@ -726,8 +726,10 @@ def calls():
             "dY of a layer": [name(q, "decoded") for q in dy]}
 
 def lower(kernel, name, arch):
-    """Compile quantize_kernel for one of calls(), or matmul_kernel for a recipe, -> {tensor-core
-    instructions, their count, a quantizer's instructions for an element, those that spill}."""
+    """Compile quantize_kernel for one of calls(), or matmul_kernel for a recipe.
+
+    Returns tensor-core instructions and their count, a quantizer's instructions for an
+    element, and how many instructions move registers to memory or back (spills)."""
     import kernels
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -765,8 +767,9 @@ def lower(kernel, name, arch):
     return result | {"spills": sum(op.startswith(("STL", "LDL")) for op in ops)}
 
 def lowering(*call):
-    """lower(*call) in a process of its own, without the interpreter: a compiler that fails an
-    assertion takes its process along. {"error": its last line} if it fails."""
+    """lower(*call) in a process of its own, without the interpreter.
+
+    A compiler that fails an assertion ends its process. {"error": its last line} then."""
     env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_ALWAYS_COMPILE": "1"}
     code = "import json, sys, bench; print(json.dumps(bench.lower(*json.loads(sys.argv[1]))))"
     done = subprocess.run([sys.executable, "-c", code, json.dumps(call)], cwd=HERE, text=True,
@@ -813,8 +816,9 @@ def bench_kernels(args):
         row(f"{name}, `ufp4` / bf16", target, median(ours) / median(bf16), ours)
 
     def quantize(names, x):
-        return torch.ops.ufp4.quantize(x, key, *names)
-    on_gpu, key = {"device": "cuda", "dtype": torch.bfloat16}, ufp4.random_key("cuda")
+        return torch.ops.ufp4.quantize(x, signs, keys, *names)
+    on_gpu, signs = {"device": "cuda", "dtype": torch.bfloat16}, RECIPES["ufp4"].signs.cuda()
+    keys = torch.stack([ufp4.random_key("cuda") for _ in range(2)])
     x, w, y = (torch.randn(8192, 8192, **on_gpu) for _ in range(3))
     copied = 2 * x.nbytes / median(timed(lambda: y.copy_(x)))            # bytes a millisecond
     targets = "at least 0.75 (0.85)", "at least 0.55 (0.75)", "at least 0.40 (0.55)"
@@ -827,11 +831,12 @@ def bench_kernels(args):
     unrotated, ms = median(timed(lambda: quantize(plain, x))), timed(lambda: quantize(rotated, x))
     row("RHT + quantize in one kernel / quantize alone", "at most 1.06 (1.02), the paper's",
         median(ms) / unrotated, ms)
-    h = (torch.tensor(RECIPES["ufp4"].signs)[:, None] * ufp4.hadamard(16)).to(x)
+    h = ufp4.rht(torch.eye(16), RECIPES["ufp4"].signs).to(x)        # the RHT as a matrix
     ms = timed(lambda: quantize(plain, (x.view(-1, 16) @ h).view(x.shape)))
     row("RHT, then quantize / quantize alone", "the paper's 1.62", median(ms) / unrotated, ms)
-    a, b = (kernels.Packed(*quantize(rotated, t)[:2], None, rotated[0], x.dtype) for t in (x, w))
-    cublas, ms = median(timed(lambda: torch.mm(x, w.T, out=y))), timed(lambda: kernels.matmul(a, b))
+    a, b = (kernels.Packed(*quantize(rotated, t)[:2], None, rotated[0]) for t in (x, w))
+    cublas = median(timed(lambda: torch.mm(x, w.T, out=y)))
+    ms = timed(lambda: kernels.matmul(a, b, x.dtype))
     row("packed GEMM, decoded for cuBLAS: share of cuBLAS bf16", "at least 0.55",
         cublas / median(ms), ms)
     v, dy = (torch.randn(8192, 4096, **on_gpu) for _ in range(2))
@@ -854,14 +859,17 @@ def bench_kernels(args):
     finish("kernels", {"kernels": rows})
 
 def bench_tune(args):
-    """Times calls() in several shapes, of which kernels.SHAPES should have the best."""
+    """Time calls() with several tiles and registers. gpu.SHAPES should have the fastest."""
     import kernels
     from triton.testing import do_bench
-    x, key = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16), ufp4.random_key("cuda")
+    x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    signs = RECIPES["ufp4"].signs.cuda()
+    keys = torch.stack([ufp4.random_key("cuda") for _ in range(2)])
     for name, names in calls().items():
         for tile, registers in itertools.product(((32, 128), (64, 64), (64, 128)), (64, 128)):
             kernels.SHAPES = dict.fromkeys(kernels.SHAPES, (tile, {"maxnreg": registers}))
-            ms = do_bench(lambda: torch.ops.ufp4.quantize(x, key, *names), return_mode="all")
+            ms = do_bench(lambda: torch.ops.ufp4.quantize(x, signs, keys, *names),
+                          return_mode="all")
             print(f"{spread(ms, '{:.3f}')} ms: {name}, {tile}, {registers} registers", flush=True)
 
 # ---- plan: what a run costs, counted, not measured ----------------------------------------------
