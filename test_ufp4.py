@@ -658,8 +658,11 @@ def test_core_the_lesson_fits_a_screen_and_is_right(capsys):
     slopes = re.findall(r"Gaussian numbers: (\S+)", text)
     for measured, name in zip(slopes, ("e2m1", "e1m2"), strict=True):
         assert abs(float(measured) - bench.gaussian_slope(GRIDS[name])) < 6e-4
-    for decibels in re.findall(r"signal over noise (\S+)", text):       # which the lecture quotes
-        assert f"{float(decibels):.1f}" in ufp4.__doc__
+    quoted = [f"{float(d):.1f}" for d in re.findall(r"signal over error (\S+) dB", text)]
+    assert len(quoted) == 4 and all(f"{d} dB" in ufp4.__doc__ for d in quoted)
+    readme = (HERE / "README.md").read_text()
+    block = readme.split("From its output:\n\n```\n")[1].split("```")[0]
+    assert set(block.splitlines()) <= set(lines) and block.count("e2m1:") == 2
 
 # ---- kernels.py, bit for bit against the reference -----------------------------------
 try:
