@@ -1772,18 +1772,19 @@ def test_train_killed_and_resumed_ends_with_the_same_weights(settings, text, tmp
     assert same_weights(weights(out), weights(whole.out)) and records(out) == records(whole.out)
 
 def test_train_ctrl_c_saves_and_says_how_to_go_on(text, tmp_path, monkeypatch):
-    """And OpenMP's threads sleep where they wait, as it says itself."""
+    """And OpenMP's threads sleep after a while, as GNU's says itself."""
     out, log = tmp_path / "out", tmp_path / "out/log.jsonl"
     flags = ["--recipe", "bf16", "--steps", "100000", "--save-interval", "100000"]
     monkeypatch.setenv("OMP_DISPLAY_ENV", "verbose")
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    for name in "OMP_WAIT_POLICY", "GOMP_SPINCOUNT":
+        monkeypatch.delenv(name, raising=False)
     process = start_train([*flags, "--out", str(out)], text, tmp_path)
     while process.poll() is None and (not log.exists() or len(train.read_log(log)) < 4):
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     error = process.communicate(timeout=300)[1]
     assert process.returncode == 130 and "and saved; add --resume" in error
-    assert re.search("GOMP_SPINCOUNT = '0'|KMP_BLOCKTIME *= *'?0", error)
+    assert "GOMP_" not in error or "GOMP_SPINCOUNT = '10000'" in error
     assert int(train.checkpoints(out)[-1].name[5:]) == records(out)[-1]["step"]
 
 def test_train_two_processes_are_one_with_two_parts_also_after_losing_one(settings, text, tmp_path):

@@ -35,8 +35,9 @@ from pathlib import Path
 
 # CPU threads that share a product wait for each other in a loop, which keeps cores
 # busy. Beside another program, steps then take many times as long. So let the threads
-# sleep. torch reads this when it is imported.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# sleep after a while. torch reads this when it is imported.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")    # rounds of that loop
 
 import numpy as np
 import torch
