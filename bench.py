@@ -2,7 +2,7 @@
 
     python bench.py bias        the grids: bias of each bin, slopes, how it compounds (1 min)
     python bench.py sqnr        which grid suits a trained model's tensors, and the RHT (25 min)
-    python bench.py cpu         what emulation costs on this CPU, against BF16 steps (8 min)
+    python bench.py cpu         what emulation costs on this CPU, against BF16 steps (4 min)
     python bench.py loss        what recipes cost in loss, paired seeds (hours)
     python bench.py ablate      the same, one change at a time
     python bench.py scaling     the same against compute: five dense sizes, three mixtures

@@ -358,10 +358,9 @@ def numpy_quantizer(x, levels, block, signs, rand, tiles, scale):
     low = (np.searchsorted(levels, a, side="right") - 1).clip(max=len(levels) - 2)
     below, above = np.take(levels, low), np.take(levels, low + 1)
     fraction = (a - below) / (above - below)
-    near = np.min([np.abs(fraction - 0.5), *([np.abs(fraction - rand.reshape(a.shape))]
-                  if rand is not None else [])], 0) if rand is None else np.abs(
-                      1 - fraction - rand.reshape(a.shape))
-    up = fraction > 0.5 if rand is None else fraction + rand.reshape(a.shape) >= 1
+    threshold = 0.5 if rand is None else 1 - rand.reshape(a.shape)
+    near = np.abs(fraction - threshold)
+    up = fraction > 0.5 if rand is None else fraction >= threshold
     q = np.where(up, above, below) * np.sign(blocks) * s
     return q.reshape(x.shape), (near < 1e-4).reshape(x.shape)
 
