@@ -30,6 +30,7 @@ import operator
 import os
 import platform
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -42,6 +43,7 @@ from pathlib import Path
 
 import train                        # before torch: it sets how CPU threads wait
 
+import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -520,25 +522,88 @@ def bench_cpu(args):
                      *(spread([a / b for a, b in zip(ms, bf16)]) for ms in ours)])
     finish("cpu", {"cpu": rows})
 
-# ---- loss, ablate, scaling: train many small models and compare ---------------------------------
-def size(preset, layers, dim, heads, hidden, steps=800):
-    """Flags of train.py. `nano`'s text and schedule at every size: more compute is a larger model,
-    not more text, for a CPU's sake. The learning rate falls with the square root of the width."""
-    lr = 3e-3 * (128 / dim) ** 0.5      # check at two sizes: scaling --models SIZE --lr LR
-    return (f"--model {preset} --layers {layers} --dim {dim} --heads {heads} --hidden {hidden} "
-            f"--steps {steps} --lr {lr:.2e}").split()
+# ---- Studies: train many small models and compare ----
+def counted(s, recipe="bf16"):
+    """(GPT without values, parameters, those active for a token, FLOPs a token)"""
+    with torch.device("meta"):
+        recipe = ufp4.lookup("recipe", recipe, RECIPES)
+        model = train.GPT(s, recipe, vocabulary(s.data))
+    return model, *train.counts(model, s)
 
-# By kind and millions of parameters; a third part of a name says what else differs
-SIZES = {"dense-0.3m": size("nano", 2, 96, 3, 256),
-         "dense-0.3m-long": size("nano", 2, 96, 3, 256, steps=3200),
-         "dense-0.9m": size("nano", 4, 128, 4, 352),
-         "dense-2m": size("nano", 4, 192, 6, 512),
-         "dense-5m": size("nano", 6, 256, 8, 704),
-         "dense-10m": size("nano", 6, 384, 6, 1024),
-         "moe-1m": size("nano-moe", 3, 96, 3, 64),
-         "moe-3m": size("nano-moe", 4, 128, 4, 96),
-         "moe-10m": size("nano-moe", 6, 192, 6, 160)}
+def size(preset, layers, dim, heads, hidden, per_parameter=20, rate=1.0, steps=None):
+    """Flags of train.py for a model, with nano's batches and its Python text.
+
+    It reads `per_parameter` bytes for each parameter that a token uses, unless `steps`
+    is given. The learning rate falls with the square root of the width. It is `rate`
+    times that where a study checks it."""
+    lr = rate * 3e-3 * (128 / dim) ** 0.5
+    flags = (f"--model {preset} --layers {layers} --dim {dim} --heads {heads} "
+             f"--hidden {hidden} --lr {lr:.3g}").split()
+    s = train.parse_args([*flags, "--device", "cpu"])
+    _, _, active, _ = counted(s)
+    steps = steps or round(per_parameter * active / (s.batch_size * s.seq_len))
+    return [*flags, "--steps", str(steps)]
+
+TINY, SMALL, NANO = (2, 64, 2, 176), (2, 96, 3, 256), (4, 128, 4, 352)
+DEPTHS, LENGTHS = (2, 4, 8, 16, 32), (2, 6, 20, 60)
+# By kind, and millions of parameters that a token uses
+SIZES = {"dense-0.1m": size("nano", *TINY), "dense-0.3m": size("nano", *SMALL),
+         "dense-0.9m": size("nano", *NANO), "dense-2m": size("nano", 4, 192, 6, 512),
+         "moe-0.3m": size("nano-moe", 2, 96, 3, 64),
+         "moe-0.9m": size("nano-moe", 4, 128, 4, 96)}
+# At 0.3M, by the number of bytes for each parameter
+SIZES |= {f"dense-0.3m-{n}": size("nano", *SMALL, per_parameter=n)
+          for n in LENGTHS if n != 20}
+# By depth, at a width of 64. All read the same text, so that depth alone differs
+SIZES |= {f"depth-{n}": size("nano", n, *TINY[1:], steps=800) for n in DEPTHS}
+SIZES |= {f"{name}-lr-{how}": size("nano", *shape, rate=rate)
+          for name, shape in (("dense-0.1m", TINY), ("dense-0.9m", NANO))
+          for how, rate in (("half", 0.5), ("twice", 2.0))}
 MODELS = {**{name: ["--model", name] for name in train.PRESETS}, **SIZES}
+
+CORE = ("ufp4", "e2m1", "e2m1-full-rht", "nvfp4")
+# With RHT on all three GEMMs: E2M1, which shrinks or does not, and E1M2
+CAUSES = ("e2m1-full-rht", "e2m1-debiased", "ufp4-shrunk", "ufp4")
+# The rows of the ablation that carry a claim
+CLAIMS = [*CAUSES, "e2m1", "ufp4-sr-none", *GROUPS["ablate"]["RHT on"]]
+# {study: {model: recipes}}
+STUDIES = {
+    # What recipes cost, and one change at a time
+    "loss": {"dense-0.3m": sum(GROUPS["loss"].values(), [])},
+    "ablate": {"nano": sum(GROUPS["ablate"].values(), []),
+               "dense-0.3m": CLAIMS},
+    # Does it hold with size, each model with 20 bytes a parameter?
+    "scaling": {name: CORE for name in SIZES if re.fullmatch(r"(dense|moe)-[^-]+", name)},
+    # Does the difference go on growing with the text?
+    "length": {f"dense-0.3m-{n}" if n != 20 else "dense-0.3m": CORE[:2]
+               for n in LENGTHS},
+    # Does shrinkage compound over layers? Written down before the runs: if it does, as
+    # the paper says, the effect of shrinking is positive and grows with depth, so that
+    # at 32 layers its interval is above the one at 2. If the residual stream and its
+    # norms undo it, the effect is within 0.05% of zero at each depth. The effect of the
+    # grid says whether the method's gain depends on depth. An interval wider than 0.1%
+    # at 32 layers would leave the question open.
+    "depth": {f"depth-{n}": CAUSES for n in DEPTHS},
+    # Whole runs under the recipe, to show why all others branch from a bf16 run
+    "scratch": {"dense-0.3m": CORE[:2]},
+    # Is the learning rate right?
+    "lr": {name: ["bf16"] for name in SIZES if "-lr-" in name}}
+# How many seeds, fixed before the runs
+SEEDS = {"nano": 5, "dense-0.9m": 4, "moe-0.9m": 4, "dense-2m": 3}
+SEEDS |= {name: 2 for name in STUDIES["lr"]}
+
+def jobs_of(study, models=None, seeds=None, rows=None):
+    """The runs of a study, a bf16 run first for each model and seed."""
+    found = []
+    for model, recipes in STUDIES[study].items():
+        if models and model not in models:
+            continue
+        for seed in range(seeds or SEEDS.get(model, 5)):
+            for recipe in ("bf16", *(rows or recipes)):
+                whole = recipe == "bf16" or study == "scratch"
+                found.append({"model": model, "recipe": recipe, "seed": seed,
+                              "estimator": "scratch" if whole else "branched"})
+    return found
 
 def folder(args, job):
     return args.runs / "{model}-{estimator}-{recipe}-s{seed}".format(**job)
@@ -549,53 +614,65 @@ def milestones(args, job):
     return [folder(args, job) / f"ckpt-{n:07d}" for n in (2 * steps // 3, steps)]
 
 def bf16_of(job):
-    """The run that a job branches from, or is compared with."""
+    """The run that a job branches from, and is compared with."""
     return {**job, "recipe": "bf16", "estimator": "scratch"}
 
 def train_run(args, job):
-    """One run of train.py in a process of its own -> its results."""
+    """One run of train.py in a process of its own. Returns what it says if it diverged,
+    which is a result, too."""
     out, (branch, _) = folder(args, job), milestones(args, bf16_of(job))
-    command = [sys.executable, __file__, "train", "--recipe", job["recipe"], *MODELS[job["model"]],
-               *args.train, *f"--seed {job['seed']} --sample 0 --eval-interval 1000000".split(),
+    command = [sys.executable, __file__, "train", "--recipe", job["recipe"],
+               *MODELS[job["model"]], *args.train, "--seed", str(job["seed"]),
+               *"--sample 0 --eval-interval 1000000 --eval-windows 8".split(),
                "--save-interval", str(int(branch.name[5:])), "--out", str(out)]
     if job["estimator"] == "branched":
         command += ["--branch", str(branch)]
-    if milestones(args, job)[-1].exists():
-        command += ["--resume"]                 # another command ran it: to be evaluated
+    if train.checkpoints(out):                      # an earlier command was stopped
+        command += ["--resume"]
+    elif out.exists():
+        shutil.rmtree(out)
     env = {**os.environ, "OMP_NUM_THREADS": str(max(1, os.cpu_count() // args.jobs))}
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     said = (done.stderr.strip().splitlines() or ["no message"])[-1]
-    if done.returncode == 3 and job["recipe"] != "bf16":                # diverged: a result too
-        return {"val_loss": None, "error": said}
+    if done.returncode == 3 and job["recipe"] != "bf16":
+        return said
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed: {said}")
-    return {"val_loss": train.read_log(out / "log.jsonl")[-1]["val_loss"]}
 
-def output_noise(run):
-    """(run(), [(slope, noise) of each quantized product in it]): what quantization does to fprop.
-    Y = slope X W^T + R with R orthogonal to X W^T; noise = |R|^2 / |X W^T|^2."""
-    found, linear = [], ufp4.linear
+@torch.no_grad()
+def window_losses(model, tokens, s):
+    """The loss of each window of the whole validation text; they do not overlap."""
+    model.eval()
+    torch.manual_seed(s.seed)
+    starts = range(0, len(tokens) - s.seq_len, s.seq_len)
+    losses = []
+    for first in range(0, len(starts), 32):
+        batch, targets = train.windows([tokens], starts[first:first + 32], s)
+        logits = model(batch).float()
+        each = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+        losses += each.view(targets.shape).double().mean(1).tolist()
+    return losses
 
-    def compared(x, w, recipe, ends=None):
-        y, exact = linear(x, w, recipe, ends), linear(x, w, "bf16", ends).float()
-        power = exact.square().sum()
-        slope = (exact * y).sum() / power
-        found.append((slope.item(), ((y - slope * exact).square().sum() / power).item()))
-        return y
-    with unittest.mock.patch.object(ufp4, "linear", compared):
-        return run(), found
+PIECES = 64                     # neighbouring windows, whose losses go together
 
-def forward_passes(args, job):
-    """The parts of a branched run's gap: the loss of its weights in a BF16 forward pass, and of the
-    BF16 run's weights in its own, with the slope and noise there, means over the layers."""
+def evaluate(args, job):
+    """A finished run on the whole validation text: its loss, the loss in each of 64
+    pieces of the text, and the loss of its weights in a BF16 forward pass. From its log
+    the slope and the noise of fprop."""
     flags = [*MODELS[job["model"]], *args.train, "--seed", str(job["seed"]), "--recipe"]
-    s, dataset, model = load_model([*flags, "bf16"], milestones(args, job)[-1])
+    _, end = milestones(args, job)
+    s, dataset, model = load_model([*flags, job["recipe"]], end)
     tokens = read_tokens(dataset.val[0])
-    weights_loss = train.evaluate(model, tokens, s)
-    s, _, model = load_model([*flags, job["recipe"]], milestones(args, bf16_of(job))[-1])
-    own_loss, found = output_noise(lambda: train.evaluate(model, tokens, s))
-    slope, noise = map(statistics.mean, zip(*found))
-    return {"weights_loss": weights_loss, "own_loss": own_loss, "slope": slope, "noise": noise}
+    losses = window_losses(model, tokens, s)
+    pieces = [piece.mean().item() for piece in np.array_split(losses, PIECES)]
+    found = {"val_loss": statistics.mean(losses), "windows": len(losses),
+             "pieces": [round(loss, 5) for loss in pieces]}
+    if job["recipe"] != "bf16":
+        *_, last = train.read_log(folder(args, job) / "log.jsonl")
+        s, _, model = load_model([*flags, "bf16"], end)
+        found |= {"weights_loss": statistics.mean(window_losses(model, tokens, s)),
+                  "slope": last["slope"], "noise": last["noise"]}
+    return found
 
 def bf16_by_float32():
     """Where a CPU has no instructions for BF16, and torch takes ten times as long: the products of
@@ -612,52 +689,79 @@ def bf16_by_float32():
         return product
     for name in ("linear", "grouped_mm", "scaled_dot_product_attention"):
         setattr(F, name, rounded(getattr(F, name)))
+key = operator.itemgetter("model", "recipe", "estimator", "seed")   # of a job or record
 
-key = operator.itemgetter("model", "recipe", "estimator", "seed")  # of a job, and of its record
+def train_all(args, jobs):
+    """Make the runs that data/results/NAME.json does not have. Returns what it then has.
 
-def train_all(args, recipes):
-    """Run seeds x models x estimators x recipes, less what data/results/NAME.json has -> what it
-    then has. A BF16 run is repeated where others need its weights, but its folder is gone; so each
-    record has the BF16 loss that it is compared with."""
+    Each run is saved as it ends, and its checkpoints are removed. So a later command
+    repeats a bf16 run if it needs its weights."""
     path = RESULTS / f"{args.name}.json"
-    results = {"flags": args.train, "settings": {}, "machines": [], "runs": []}
+    results = {"flags": args.train, "models": {}, "machines": [], "runs": []}
     if path.exists():
         results |= json.loads(path.read_text())
-    if results["flags"] != args.train:
-        sys.exit(f"bench.py: {path} has runs with other flags for train.py; move it away first")
     runs, here, lock = {key(r): r for r in results["runs"]}, machine(), threading.Lock()
+    torch.set_num_threads(max(1, os.cpu_count() // args.jobs))
 
     def run(job):
-        found = train_run(args, job)
+        diverged = train_run(args, job)
+        bf16 = bf16_of(job)
         with lock:                                      # one evaluation at a time
-            if job["estimator"] == "branched" and found["val_loss"] is not None:
-                found |= forward_passes(args, job)
-            first, *_, last = train.read_log(folder(args, bf16_of(job)) / "log.jsonl")
-            del first["settings"]["out"]                        # where this machine had it
-            results["settings"].setdefault(job["model"], first["settings"])
+            if diverged:
+                found = {"val_loss": None, "error": diverged}
+            else:
+                found = evaluate(args, job)
+            if job == bf16:
+                results["models"].setdefault(job["model"], described(args, job))
             if here not in results["machines"]:
                 results["machines"].append(here)
+            compared = found if job == bf16 else runs[key(bf16)]
             runs[key(job)] = {**job, "machine": results["machines"].index(here), **found,
-                              "bf16_val_loss": last["val_loss"]}
+                              "bf16_val_loss": compared["val_loss"]}
             results["runs"] = [runs[k] for k in sorted(runs)]
             save(args.name, results)
+        if job != bf16:
+            shutil.rmtree(folder(args, job), ignore_errors=True)
         print(*key(job), found["val_loss"], flush=True)
 
-    def run_all_of(seed, model):
-        jobs = [{"model": model, "recipe": recipe, "estimator": estimator, "seed": seed}
-                for estimator in args.estimators for recipe in args.rows or recipes]
-        new, bf16 = [job for job in jobs if key(job) not in runs], bf16_of(jobs[0])
-        if key(bf16) not in runs or new and not milestones(args, bf16)[0].exists():
+    def run_group(group):
+        """All runs of one model and seed."""
+        bf16 = bf16_of(group[0])
+        new = [job for job in group if key(job) not in runs and job != bf16]
+        branch = any(job["estimator"] == "branched" for job in new)
+        if key(bf16) not in runs or branch and not milestones(args, bf16)[0].exists():
             run(bf16)
         for job in new:
             run(job)
+        shutil.rmtree(folder(args, bf16), ignore_errors=True)
 
+    groups = {}
+    for job in jobs:
+        groups.setdefault((job["model"], job["seed"]), []).append(job)
     try:
         with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-            each = itertools.product(range(args.seeds), args.models)
-            list(pool.map(run_all_of, *zip(*each)))     # the first to fail cancels the others
+            list(pool.map(run_group, groups.values()))  # one that fails cancels the rest
     except (KeyboardInterrupt, RuntimeError) as e:
         sys.exit(f"bench.py: stopped; the same command goes on from here. {e}")
+    return results
+
+def described(args, job):
+    """What a study's tables say of a model: its settings, sizes, FLOPs and text."""
+    first, *_ = train.read_log(folder(args, job) / "log.jsonl")
+    settings = first["settings"]
+    del settings["out"], settings["seed"]               # these are the run's own
+    s = train.parse_args([*MODELS[job["model"]], *args.train])
+    _, total, active, flops = counted(s)
+    trained = s.steps * s.batch_size * s.seq_len
+    text = sum(len(read_tokens(part)) for part in prepare(s.data).train)
+    return {"settings": settings, "parameters": total, "active": active,
+            "flops": flops * trained, "bytes": trained, "text": text}
+
+def bench_study(args):
+    jobs = []
+    for study in args.studies:
+        jobs += jobs_of(study, args.models, args.seeds, args.rows)
+    results = train_all(args, {key(job): job for job in jobs}.values())
     return results
 
 def errors_of(runs, model, recipe, estimator="branched", loss="val_loss"):
@@ -699,8 +803,6 @@ PAPER = {("loss", "nano"): {"ufp4": "0.97", "e2m1": "1.26"},
          ("ablate", "nano"): {
              "ufp4-rht-none": "+0.60", "ufp4-rht-wgrad": "+0.34", "ufp4-rht-dgrad-wgrad": "+0.44",
              "ufp4-rht-fprop-wgrad": "+0.25", "ufp4-sr-none": "+0.24"}}
-# With RHT on all three GEMMs: E2M1, which shrinks or does not, and E1M2. Effects: sums of errors
-CAUSES = ("e2m1-full-rht", "e2m1-debiased", "ufp4-shrunk", "ufp4")
 EFFECTS = {"effect of the grid": dict(zip(CAUSES, (.5, .5, -.5, -.5))),
            "effect of shrinking": dict(zip(CAUSES, (.5, -.5, .5, -.5))),
            "effect of fprop without RHT": {"ufp4-rht-wgrad": .5, "ufp4-rht-fprop-wgrad": -.5,
@@ -850,12 +952,6 @@ def draw_front(fig, runs, model="nano"):
 
 # ---- scaling: against compute -------------------------------------------------------------------
 SCALED = ("e2m1", "ufp4", "e2m1-full-rht")
-
-def counted(s, recipe="bf16"):
-    """(GPT without values, parameters, those active for a token, FLOPs a token)"""
-    with torch.device("meta"):
-        model = train.GPT(s, ufp4.lookup("recipe", recipe, RECIPES), vocabulary(s.data))
-    return model, *train.counts(model, s)
 
 def bench_scaling(args):
     results = train_all(args, SCALED)
@@ -1307,26 +1403,24 @@ def main(argv=None):
                    help="a run's folder, or one that holds runs (default: out)")
     for name in ("bias", "sqnr", "cpu", "dispatch", "kernels", "tune", "readme"):
         commands.add_parser(name)
-    studies = {"loss": (["nano"], 10), "ablate": (["nano"], 10), "scaling": ([*SIZES], 5)}
-    for name, (models, seeds) in studies.items():
-        p = commands.add_parser(name, allow_abbrev=False, epilog="More flags are for train.py.")
-        p.add_argument("--models", nargs="+", default=models, choices=MODELS)
-        p.add_argument("--seeds", type=train.positive, default=seeds, metavar="N")
-        p.add_argument("--rows", nargs="+", choices=RECIPES, help="some of the table's recipes")
-        p.add_argument("--estimators", nargs="+", choices=("scratch", "branched"),
-                       default=["branched"], help="whole runs; or the last third of the steps, "
-                       "from the BF16 run's checkpoint")
-        p.add_argument("--jobs", type=train.positive, metavar="N", help="runs at a time",
-                       default=1 if torch.cuda.is_available() else os.cpu_count())
+    p = commands.add_parser("study", allow_abbrev=False,
+                            epilog="More flags are for train.py.")
+    p.add_argument("studies", nargs="+", choices=STUDIES)
+    p.add_argument("--models", nargs="+", choices=MODELS, help="some of them")
+    p.add_argument("--rows", nargs="+", choices=RECIPES, help="these recipes")
+    p.add_argument("--seeds", type=train.positive, metavar="N")
+    p.add_argument("--jobs", type=train.positive, metavar="N", help="runs at a time",
+                   default=1 if torch.cuda.is_available() else os.cpu_count())
     args, rest = parser.parse_known_args(argv)
-    if args.command in ("train", "sqnr", *studies) and not (train.GPU or train.hardware("cpu")[1]):
+    if args.command in ("train", "sqnr", "study") and not (train.GPU or train.hardware("cpu")[1]):
         bf16_by_float32()
     if args.command == "train":
         return train.main(rest)
-    args.train = ["--dtype", "bfloat16", *rest] if args.command in studies else rest
-    label = re.sub(r"\W+", "-", " ".join(["", *rest]))       # other flags, other files
-    args.name, args.runs = args.command + label, HERE / "out" / f"bench{label}"
-    if rest and args.command not in ("plan", *studies):
+    studies = args.command == "study"
+    args.train = ["--dtype", "bfloat16", *rest] if studies else rest
+    args.label = re.sub(r"\W+", "-", " ".join(["", *rest]))  # other flags, other files
+    args.name, args.runs = "runs" + args.label, HERE / "out" / f"bench{args.label}"
+    if rest and args.command != "plan" and not studies:
         parser.error(f"unknown arguments: {' '.join(rest)}")
     if args.command in ("kernels", "tune"):
         os.environ["UFP4_BACKEND"] = "triton"           # an error rather than the reference
