@@ -109,13 +109,10 @@ def fill_pages():
 
 def bench_readme(args):
     """Make the tables and figures anew from the records, without measuring."""
-    for name in ("bias", "loss", "ablate", "scaling"):
+    for name in ("bias", "runs"):
         results = json.loads((RESULTS / f"{name}.json").read_text())
-        if name in ("loss", "ablate"):
-            results["tables"] = loss_tables(name, results["runs"], GROUPS[name])
-        elif name == "scaling":
-            table = scaling_table(results["runs"], results["costs"])
-            results["tables"] = {name: table}
+        if name == "runs":
+            results["tables"] = study_tables(results)
         save(name, results)
         draw_figures(name, results, RESULTS)
     fill_pages()
@@ -192,20 +189,25 @@ def figure(path, size, draw, *given):
 
 def draw_figures(name, results, folder):
     """Draw what the records of data/results/NAME.json show, into a folder."""
-    command = name.split("-")[0]                # a quick look has its flags in its name
-    if command == "bias":
+    if name == "bias":
         figure(folder / "bias.png", (10, 4.4), draw_bias, results["chain"])
-    if command == "scaling":
-        figure(folder / f"{name}.png", (6.4, 4.2), draw_scaling, results["runs"],
-               results["costs"])
-    if command in ("loss", "ablate"):
-        for model in sorted({r["model"] for r in results["runs"]}):
-            groups = GROUPS[command]
-            figure(folder / f"{name}-{model}.png",
-                   (10, 2 + 0.26 * sum(map(len, groups.values()))),
-                   draw_loss, results["runs"], model, groups)
-    if name == "loss":
-        figure(folder / "front.png", (7.6, 4.2), draw_front, results["runs"])
+    if not name.startswith("runs"):
+        return
+    label = name.removeprefix("runs")           # a quick look has its flags in its name
+    runs, models = results["runs"], results["models"]
+    for study, draw in (("scaling", draw_scaling), ("length", draw_length),
+                        ("depth", draw_depth)):
+        if f"{study}{label}" in results["tables"]:
+            figure(folder / f"{study}{label}.png", (6.4, 4.2), draw, runs, models)
+    if f"front{label}" in results["tables"]:
+        figure(folder / f"front{label}.png", (7.6, 4.2), draw_front, runs, models)
+    for study, groups in GROUPS.items():
+        for model in STUDIES[study]:
+            if f"{study}-{model}{label}" in results["tables"]:
+                shown = sum(bool(errors_of(runs, model, recipe))
+                            for recipe in sum(groups.values(), []))
+                figure(folder / f"{study}-{model}{label}.png", (10, 2 + 0.26 * shown),
+                       draw_loss, runs, model, groups)
 
 # The 97.5% quantile of Student's t, by number of values (one more than degrees of freedom)
 STUDENT_T = dict(enumerate((12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262), 2))
@@ -762,112 +764,223 @@ def bench_study(args):
     for study in args.studies:
         jobs += jobs_of(study, args.models, args.seeds, args.rows)
     results = train_all(args, {key(job): job for job in jobs}.values())
-    return results
+    finish(args.name, study_tables(results, args.label), results)
+
+# ---- Studies: what the runs say ----
+# The paper's BF16-relative loss errors in % (Q2), and Dense 1.5B's losses over ufp4's (Q4)
+PAPER = {"ufp4": "0.97", "e2m1": "1.26"}
+PAPER_MOE = {"ufp4": "1.85", "e2m1": "2.36"}
+PAPER_OVER_UFP4 = {"ufp4-rht-none": "+0.60", "ufp4-rht-wgrad": "+0.34",
+                   "ufp4-rht-dgrad-wgrad": "+0.44", "ufp4-rht-fprop-wgrad": "+0.25",
+                   "ufp4-sr-none": "+0.24"}
+
+# Sums of loss errors
+GAP = {"e2m1": 1, "ufp4": -1}
+GRID = dict(zip(CAUSES, (.5, .5, -.5, -.5)))
+SHRINKING = dict(zip(CAUSES, (.5, -.5, .5, -.5)))
+FPROP_WITHOUT_RHT = {"ufp4-rht-wgrad": .5, "ufp4-rht-fprop-wgrad": -.5,
+                     "ufp4-rht-dgrad-wgrad": .5, "ufp4": -.5}
 
 def errors_of(runs, model, recipe, estimator="branched", loss="val_loss"):
-    """{seed: BF16-relative loss error} (the paper's, Q2), infinite if the run diverged."""
-    return {r["seed"]: math.inf if r["val_loss"] is None else r[loss] / r["bf16_val_loss"] - 1
-            for r in runs if key(r)[:3] == (model, recipe, estimator) and loss in r}
+    """{seed: BF16-relative loss error} (the paper's, Q2), infinite if it diverged."""
+    found = {}
+    for r in runs:
+        if key(r)[:3] == (model, recipe, estimator):
+            diverged = r["val_loss"] is None
+            found[r["seed"]] = math.inf if diverged else r[loss] / r["bf16_val_loss"] - 1
+    return found
 
-def contrast(runs, model, weights):
-    """Mean and interval of a sum of loss errors, branched, {recipe: weight} over the seeds that
-    have all; None without such seeds."""
-    errors = {recipe: errors_of(runs, model, recipe) for recipe in weights}
+def contrast(runs, model, weights, estimator="branched"):
+    """Mean and interval over the seeds of a sum of loss errors, {recipe: weight}, of the
+    seeds that have all recipes. None without such seeds."""
+    errors = {recipe: errors_of(runs, model, recipe, estimator) for recipe in weights}
+    seeds = set.intersection(*map(set, errors.values()))
     sums = [sum(weight * errors[recipe][seed] for recipe, weight in weights.items())
-            for seed in sorted(set.intersection(*map(set, errors.values())))]
+            for seed in sorted(seeds)]
     return interval(sums) if sums else None
+
+def text_error(runs, model, weights):
+    """The half-width of a contrast's 95% interval over the pieces of the validation
+    text. All seeds share this text, so that their interval does not contain it."""
+    found = {}                          # {recipe: {seed: loss error of each piece}}
+    for r in runs:
+        if key(r)[0] == model and r["estimator"] == "branched" and "pieces" in r:
+            errors = np.array(r["pieces"]) / r["bf16_val_loss"]
+            found.setdefault(r["recipe"], {})[r["seed"]] = errors
+    bf16 = {r["seed"]: np.array(r["pieces"]) / r["val_loss"] for r in runs
+            if key(r)[:3] == (model, "bf16", "scratch")}
+    seeds = set(bf16).intersection(*(found.get(recipe, {}) for recipe in weights))
+    if not seeds:
+        return None
+    sums = [sum(weight * (found[recipe][seed] - bf16[seed])
+                for recipe, weight in weights.items()) for seed in seeds]
+    mean = np.mean(sums, 0)             # over the seeds, so that a value a piece is left
+    return 1.96 * mean.std(ddof=1) / math.sqrt(len(mean))
 
 def cell(runs, model, recipe, **of):
     """The loss error in % and its number of seeds."""
     errors = errors_of(runs, model, recipe, **of).values()
     return f"{text(interval(list(errors)))} ({len(errors)})" if errors else ""
 
-def less(runs, model, recipe, other):
-    """The paired difference of two recipes' loss errors in %."""
-    return "" if recipe == other else text(contrast(runs, model, {recipe: 1, other: -1}))
+SETTLED = ["± of the text", "settled"]
+
+def settled(runs, model, weights):
+    """Three cells: a contrast in % with its interval over seeds, the half-width over the
+    text, and whether it is settled: whether both errors together exclude zero."""
+    found = contrast(runs, model, weights)
+    if not found:
+        return ["", "", ""]
+    mean, half = found
+    of_text = text_error(runs, model, weights)
+    if half is None or of_text is None:
+        return [text(found), "", "no"]
+    yes = abs(mean) > math.hypot(half, of_text)
+    return [text(found), f"{100 * of_text:.2f}", "yes" if yes else "no"]
+
+def reduction(runs, models):
+    """By what part of itself e2m1's loss error falls with ufp4: 1 - the ratio of sums
+    over the models, of each seed that has all; mean and interval. None without such
+    seeds, or if a run diverged."""
+    ours, theirs = ([errors_of(runs, model, recipe) for model in models]
+                    for recipe in ("ufp4", "e2m1"))
+    seeds = sorted(set.intersection(*map(set, ours + theirs))) if ours else ()
+    parts = [1 - sum(e[s] for e in ours) / sum(e[s] for e in theirs) for s in seeds]
+    return interval(parts) if parts and math.isfinite(sum(parts)) else None
 
 def fprop_of(runs, model):
-    """{recipe: (slope and noise of fprop on the BF16 runs' weights, means over seeds)}, without
-    those of which a run diverged."""
+    """{recipe: (slope and noise of fprop, means over the seeds)}, without the recipes
+    of which a run diverged."""
     found = collections.defaultdict(list)
     for r in runs:
-        if r["model"] == model and "noise" in r:
+        if r["model"] == model and r["estimator"] == "branched" and "noise" in r:
             found[r["recipe"]].append((r["slope"], r["noise"]))
-    return {recipe: tuple(map(statistics.mean, zip(*pairs))) for recipe, pairs in found.items()
+    return {recipe: tuple(map(statistics.mean, zip(*pairs)))
+            for recipe, pairs in found.items()
             if math.isfinite(contrast(runs, model, {recipe: 1})[0])}
 
-# ---- loss: recipes; ablate: one change at a time ------------------------------------------------
-# The paper's: BF16-relative loss errors in % (Q2), and Dense 1.5B's losses over ufp4's (Q4)
-PAPER = {("loss", "nano"): {"ufp4": "0.97", "e2m1": "1.26"},
-         ("loss", "nano-moe"): {"ufp4": "1.85", "e2m1": "2.36"},
-         ("ablate", "nano"): {
-             "ufp4-rht-none": "+0.60", "ufp4-rht-wgrad": "+0.34", "ufp4-rht-dgrad-wgrad": "+0.44",
-             "ufp4-rht-fprop-wgrad": "+0.25", "ufp4-sr-none": "+0.24"}}
-EFFECTS = {"effect of the grid": dict(zip(CAUSES, (.5, .5, -.5, -.5))),
-           "effect of shrinking": dict(zip(CAUSES, (.5, -.5, .5, -.5))),
-           "effect of fprop without RHT": {"ufp4-rht-wgrad": .5, "ufp4-rht-fprop-wgrad": -.5,
-                                           "ufp4-rht-dgrad-wgrad": .5, "ufp4": -.5}}
+def measured(rows):
+    """A table without the columns in which nothing was measured."""
+    columns = [column for column in zip(*rows) if any(column[1:])]
+    return [list(row) for row in zip(*columns)]
 
-def bench_loss(args):
-    groups = GROUPS[args.command]
-    recipes = sum(groups.values(), [])
-    results = train_all(args, recipes)
-    finish(args.name, loss_tables(args.name, results["runs"], groups), results)
+def study_tables(results, label=""):
+    """{title: table} of all that was measured. A quick look has its flags as label."""
+    runs, models = results["runs"], results["models"]
+    tables = {"scaling": scaling_table(runs, models), "length": length_table(runs, models),
+              "depth": depth_table(runs, models), "lr": lr_table(runs),
+              "front": front_table(runs)}
+    for study, groups in GROUPS.items():
+        for model in STUDIES[study]:
+            tables[f"{study}-{model}"] = recipe_table(runs, model, groups)
+    return {name + label: table for name, table in tables.items() if len(table) > 1}
 
-bench_ablate = bench_loss
+def recipe_table(runs, model, groups):
+    """A row a recipe; then effects, how far ufp4 is below e2m1, and how loss error goes
+    with slope and noise of fprop."""
+    rows = [[f"`{model}`", "recipe", "loss error, % (seeds)", "minus `ufp4`, %", *SETTLED,
+             "of it, in the weights", "slope of fprop", "noise of fprop, %",
+             "the paper, minus `ufp4`"]]
+    fprop = fprop_of(runs, model)
+    for group, recipes in groups.items():
+        for recipe in recipes:
+            if not errors_of(runs, model, recipe):
+                continue
+            extra = ["", "", ""]
+            if recipe != "ufp4":
+                extra = settled(runs, model, {recipe: 1, "ufp4": -1})
+            slope, noise = fprop.get(recipe, (math.nan, math.nan))
+            rows.append([group, f"`{recipe}`", cell(runs, model, recipe), *extra,
+                         cell(runs, model, recipe, loss="weights_loss"),
+                         f"{slope:.4f}", f"{100 * noise:.3f}",
+                         PAPER_OVER_UFP4.get(recipe, "")])
+    if len(rows) == 1:
+        return rows
+    for name, effect in (("the grid", GRID), ("shrinking", SHRINKING),
+                         ("fprop without RHT", FPROP_WITHOUT_RHT)):
+        if contrast(runs, model, effect):
+            rows.append([f"effect of {name}", "", "", *settled(runs, model, effect),
+                         *[""] * 4])
+    if found := contrast(runs, model, GAP, "scratch"):
+        rows.append(["`e2m1`, from scratch", "", "", text(found), *[""] * 6])
+    if found := reduction(runs, [model]):
+        rows.append(["`ufp4` smaller than `e2m1` by, %", "", text(found, 0), *[""] * 7])
+    if len(fprop) > 4:
+        errors = [contrast(runs, model, {recipe: 1})[0] for recipe in fprop]
+        found = [f"{statistics.correlation(v, errors):.2f}" for v in zip(*fprop.values())]
+        rows.append([f"correlation with loss error, over {len(fprop)}", *[""] * 6, *found,
+                     ""])
+    return measured(rows)
 
-def loss_tables(name, runs, groups):
-    """{title: table} of every model, and of loss the table of the front page."""
-    tables = {}
-    for model in sorted({r["model"] for r in runs}):
-        published = PAPER.get((name, model), {})
-        tables[f"{name}-{model}"] = recipe_table(runs, model, groups, published)
-    if "loss-nano" in tables:
-        tables["front"] = front_table(runs)
-    return tables
+FRONT_MODEL = "dense-0.9m"              # of the front page
 
-def front_table(runs, model="nano"):
+def front_table(runs):
     """The front page's: a recipe, what it is, its loss error here and in the paper."""
-    rows = [["recipe", "what it is", "loss error, % (seeds)", "minus `ufp4`",
+    rows = [["recipe", "what it is", "loss error, % (seeds)", "minus `ufp4`, %",
              "the paper, 1.5B, %"], ["`bf16`", "no quantization", "0", "", "0"]]
     for recipe, what in (
             ("ufp4", "E1M2, RHT on all three GEMMs"),
             ("e2m1", "E2M1, RHT on wgrad: the paper's baseline"),
             ("e2m1-full-rht", "E2M1, RHT on all three GEMMs"),
             ("nvfp4", "after NVIDIA: E2M1, 8-bit scales, RHT on wgrad")):
-        rows.append([f"`{recipe}`", what, cell(runs, model, recipe),
-                     less(runs, model, recipe, "ufp4"),
-                     PAPER["loss", model].get(recipe, "")])
-    return rows
+        extra = ""
+        if recipe != "ufp4":
+            extra, _, _ = settled(runs, FRONT_MODEL, {recipe: 1, "ufp4": -1})
+        rows.append([f"`{recipe}`", what, cell(runs, FRONT_MODEL, recipe), extra,
+                     PAPER.get(recipe, "")])
+    return rows if errors_of(runs, FRONT_MODEL, "ufp4") else rows[:1]
 
-def measured(rows):
-    """A table without the columns in which nothing was measured."""
-    return [list(row) for row in zip(*(column for column in zip(*rows) if any(column[1:])))]
+def series(study, models):
+    """The models of a study that were measured, in its order."""
+    return [model for model in STUDIES[study] if model in models]
 
-def recipe_table(runs, model, groups, published):
-    """A row a recipe; then EFFECTS, how far ufp4 is below e2m1, and how loss error goes with slope
-    and noise of fprop."""
-    rows = [[f"`{model}`: loss error, % (seeds)", "recipe", "from scratch", "branched",
-             "minus `e2m1`", "minus `ufp4`", "of it, in the weights", "forward noise alone",
-             "slope of fprop", "noise of fprop, %", "the paper's"]]
-    fprop = fprop_of(runs, model)
-    for group, recipe in ((group, r) for group, recipes in groups.items() for r in recipes):
-        row, (slope, noise) = (runs, model, recipe), fprop.get(recipe, (None, None))
-        cells = [cell(*row, estimator="scratch"), cell(*row), less(*row, "e2m1"),
-                 less(*row, "ufp4"), cell(*row, loss="weights_loss"), cell(*row, loss="own_loss"),
-                 f"{slope:.4f}" if slope else "", f"{100 * noise:.3f}" if noise else ""]
-        if any(cells):
-            rows.append([group, f"`{recipe}`", *cells, published.get(recipe, "")])
-    for name, effect in EFFECTS.items():
-        if found := contrast(runs, model, effect):
-            rows.append([name, "", "", text(found), *[""] * 7])
-    if found := reduction(runs, [model]):
-        rows.append(["`ufp4` smaller than `e2m1` by, %", "", "", text(found, 0), *[""] * 7])
-    if len(fprop) > 4:
-        errors = [contrast(runs, model, {recipe: 1})[0] for recipe in fprop]
-        found = (f"{statistics.correlation(v, errors):.2f}" for v in zip(*fprop.values()))
-        rows.append([f"correlation with branched, over {len(fprop)}", *[""] * 7, *found, ""])
+def scaling_table(runs, models):
+    rows = [["model", "parameters, M", "a token's", "text, MB", "times the corpus",
+             *(f"`{recipe}`, % (seeds)" for recipe in CORE),
+             "`e2m1` minus `ufp4`, %", *SETTLED, "`ufp4` smaller by, %"]]
+    for model in series("scaling", models):
+        m = models[model]
+        rows.append([model, f"{m['parameters'] / 1e6:.2f}", f"{m['active'] / 1e6:.2f}",
+                     f"{m['bytes'] / 1e6:.1f}", f"{m['bytes'] / m['text']:.2f}",
+                     *(cell(runs, model, recipe) for recipe in CORE),
+                     *settled(runs, model, GAP), text(reduction(runs, [model]), 0)])
     return measured(rows)
+
+def length_table(runs, models):
+    rows = [["bytes a parameter", *(f"`{recipe}`, % (seeds)" for recipe in CORE[:2]),
+             "`e2m1` minus `ufp4`, %", *SETTLED, "`ufp4` smaller by, %"]]
+    for model in series("length", models):
+        per_parameter = models[model]["bytes"] / models[model]["active"]
+        rows.append([f"{per_parameter:.0f}",
+                     *(cell(runs, model, recipe) for recipe in CORE[:2]),
+                     *settled(runs, model, GAP), text(reduction(runs, [model]), 0)])
+    return measured(rows)
+
+def depth_table(runs, models):
+    rows = [["blocks", "parameters, M", *(f"`{recipe}`, % (seeds)" for recipe in CAUSES),
+             "effect of the grid, %", *SETTLED, "effect of shrinking, %", *SETTLED]]
+    for model in series("depth", models):
+        rows.append([model.split("-")[1], f"{models[model]['parameters'] / 1e6:.2f}",
+                     *(cell(runs, model, recipe) for recipe in CAUSES),
+                     *settled(runs, model, GRID), *settled(runs, model, SHRINKING)])
+    return measured(rows)
+
+def lr_table(runs):
+    """What bf16 loses with half and with twice the learning rate."""
+    rows = [["model", "half the learning rate", "twice the learning rate", "seeds"]]
+    losses = {(r["model"], r["seed"]): r["val_loss"] for r in runs
+              if r["recipe"] == "bf16"}
+    for model in ("dense-0.1m", "dense-0.9m"):
+        changes = {}
+        for how in ("half", "twice"):
+            name = f"{model}-lr-{how}"
+            changes[how] = [losses[name, seed] / losses[model, seed] - 1
+                            for seed in range(SEEDS[name])
+                            if {(name, seed), (model, seed)} <= losses.keys()]
+        if all(changes.values()):
+            rows.append([model, *(f"{statistics.mean(found):+.2%} loss"
+                                  for found in changes.values()),
+                         str(len(changes["half"]))])
+    return rows
 
 def draw_loss(fig, runs, model, groups):
     """Left, what each recipe loses more than ufp4. Right, loss error against noise."""
@@ -887,14 +1000,14 @@ def draw_loss(fig, runs, model, groups):
             error, half = contrast(runs, model, {recipe: 100})
             scatter.errorbar(noise, error, yerr=half or 0, lw=1, **look)
             points.append((noise, error))
-    grid, shrinkage = (contrast(runs, model, EFFECTS[f"effect of {cause}"])
-                       for cause in ("the grid", "shrinking"))
+    grid, shrinkage = contrast(runs, model, GRID), contrast(runs, model, SHRINKING)
     part, finding = reduction(runs, [model]), f"{model}: extra loss"
-    if grid and shrinkage:
-        finding = (f"E2M1's grid costs {text(grid)}% of the loss,\n"
+    if grid and shrinkage and set(CAUSES) <= set(sum(groups.values(), [])):
+        finding = (f"{model}: E2M1's grid costs {text(grid)}%\nof the loss, "
                    f"its shrinkage {text(shrinkage)}%").replace("-0.00", "0.00")
     elif part:
-        finding = f"ufp4's loss error is {text(part, 0)}% smaller\nthan that of e2m1"
+        finding = (f"{model}: ufp4's loss error is\n"
+                   f"{text(part, 0)}% smaller than that of e2m1")
     extra.axvline(0, color="black", lw=0.8)
     extra.set(yticks=range(len(names)), yticklabels=names, title=finding,
               ylim=(len(names) - 0.4, -0.6),
@@ -914,33 +1027,34 @@ def draw_loss(fig, runs, model, groups):
 FRONT = {"bf16": "bf16\nno quantization", "ufp4": "ufp4\nuniform grid",
          "e2m1": "e2m1\nfloat grid", "nvfp4": "nvfp4\nafter NVIDIA"}
 
-def draw_front(fig, runs, model="nano"):
+def draw_front(fig, runs, models):
     """A bar for each recipe of FRONT, and a hollow bar where the paper has a value."""
-    ax, published = fig.subplots(), PAPER["loss", model]
-    millions = counted(train.parse_args(MODELS[model]))[1] / 1e6
+    ax, model = fig.subplots(), models[FRONT_MODEL]
     for at, recipe in enumerate(FRONT):
-        color, left = COLORS[kind_of(recipe)], at - 0.2 * (recipe in published)
-        mean, half = contrast(runs, model, {recipe: 100}) or (math.nan, None)
+        color, left = COLORS[kind_of(recipe)], at - 0.2 * (recipe in PAPER)
+        found = contrast(runs, FRONT_MODEL, {recipe: 100})
+        mean, half = found or (math.nan, None)
         if recipe == "bf16":
             ax.text(at, 0.03, "0", ha="center", va="bottom")
         elif math.isfinite(mean):
             ax.bar(left, mean, 0.36, yerr=half or 0, color=color, capsize=5)
             ax.text(left, mean + (half or 0) + 0.02, f"{mean:.2f}", ha="center")
-            seeds = len(errors_of(runs, model, recipe))
+            seeds = len(errors_of(runs, FRONT_MODEL, recipe))
             ax.text(left, 0.03, f"{seeds}\nseeds", ha="center", color="white")
-        if recipe in published:
-            value = float(published[recipe])
+        if recipe in PAPER:
+            value = float(PAPER[recipe])
             ax.bar(at + 0.2, value, 0.34, facecolor="white", edgecolor=color, lw=2)
             ax.text(at + 0.2, value + 0.02, f"{value:.2f}", ha="center")
     # two bars of no height, for the legend
     ax.bar(0, math.nan, color="#666666",
-           label=f"measured here: {millions:.1f}M parameters, last third of training\n"
+           label=f"measured here: {model['parameters'] / 1e6:.1f}M parameters, "
+           f"{model['bytes'] / 1e6:.0f} MB of text,\nlast third of training "
            "under the recipe, 95% intervals over seeds")
     ax.bar(0, math.nan, facecolor="white", edgecolor="#666666", lw=2,
            label="the paper: 1.5B parameters")
-    ours, finding = reduction(runs, [model]), "Loss error of three recipes"
+    ours, finding = reduction(runs, [FRONT_MODEL]), "Loss error of three recipes"
     if ours:
-        paper = 1 - float(published["ufp4"]) / float(published["e2m1"])
+        paper = 1 - float(PAPER["ufp4"]) / float(PAPER["e2m1"])
         finding = (f"ufp4 loses {text(ours, 0)}% less than e2m1; "
                    f"in the paper {paper:.0%}")
     ax.axhline(0, color="black", lw=0.8)
@@ -950,77 +1064,68 @@ def draw_front(fig, runs, model="nano"):
     ax.locator_params(axis="y", nbins=5)
     ax.legend(loc="upper left", frameon=False)
 
-# ---- scaling: against compute -------------------------------------------------------------------
-SCALED = ("e2m1", "ufp4", "e2m1-full-rht")
+def curve(ax, places, contrasts, **look):
+    """Means with 95% intervals at these places, in %; None is left out."""
+    found = {at: c for at, c in zip(places, contrasts) if c}
+    if found:
+        means, halves = zip(*found.values())
+        ax.errorbar(found.keys(), [100 * mean for mean in means],
+                    yerr=[100 * (half or 0) for half in halves], fmt="o-", ms=6, lw=2,
+                    elinewidth=1.5, capsize=4, **look)
 
-def bench_scaling(args):
-    results = train_all(args, SCALED)
-    costs = results.get("costs", {})                    # {model: parameters, training FLOPs}
-    for model in args.models:
-        s = train.parse_args([*MODELS[model], *args.train])
-        _, total, _, flops = counted(s)
-        costs[model] = [total, flops * s.steps * s.batch_size * s.seq_len]
-    costs = dict(sorted(costs.items(), key=lambda item: (item[0].split("-")[0], item[1])))
-    table = scaling_table(results["runs"], costs)
-    finish(args.name, {args.name: table}, results | {"costs": costs})
-
-def sizes_of(kind, costs):
-    """{model: training FLOPs} of the dense models, or the mixtures, that differ in size alone."""
-    return {model: flops for model, (_, flops) in costs.items()
-            if re.fullmatch(f"{kind}-[^-]+", model)}
-
-def reduction(runs, models):
-    """By what part of itself e2m1's loss error, branched, falls with ufp4: 1 - the ratio of sums
-    over the models, of each seed that has all; mean and interval. None without, or if one diverged.
-    """
-    ours, theirs = ([errors_of(runs, model, recipe) for model in models]
-                    for recipe in ("ufp4", "e2m1"))
-    seeds = sorted(set.intersection(*map(set, ours + theirs))) if ours else ()
-    parts = [1 - sum(e[s] for e in ours) / sum(e[s] for e in theirs) for s in seeds]
-    return interval(parts) if parts and math.isfinite(sum(parts)) else None
-
-def scaling_table(runs, costs):
-    rows = [["size", "parameters", "FLOPs", *(f"`{recipe}`, % (seeds)" for recipe in SCALED),
-             "`ufp4` minus `e2m1`", "smaller by, %"]]
-    for model, (total, flops) in costs.items():
-        rows.append([model, f"{total:,}", f"{flops:.1e}",
-                     *(cell(runs, model, recipe) for recipe in SCALED),
-                     less(runs, model, "ufp4", "e2m1"), text(reduction(runs, [model]), digits=0)])
-    for kind in ("dense", "moe"):
-        if found := reduction(runs, sizes_of(kind, costs)):
-            rows.append([f"{kind}, all sizes", *[""] * (len(SCALED) + 3), text(found, digits=0)])
-    return measured(rows)
-
-def draw_scaling(fig, runs, costs):
+def draw_scaling(fig, runs, models):
     """Loss error against size: left the dense models, right the mixtures of experts."""
-    kinds = {name: [*sizes_of(kind, costs)]
-             for name, kind in (("dense", "dense"), ("mixtures", "moe"))}
-    kinds = {name: models for name, models in kinds.items() if models}
-    if not kinds:                       # only presets, which are no series of sizes
-        return
-    widths = [1 + len(models) for models in kinds.values()]
+    kinds = {"dense": [], "moe": []}
+    for model in series("scaling", models):
+        kinds[model.split("-")[0]].append(model)
+    kinds = {kind: names for kind, names in kinds.items() if names}
     panels = fig.subplots(1, len(kinds), squeeze=False, sharey=True,
-                          width_ratios=widths)
-    for ax, (name, models) in zip(panels[0], kinds.items()):
-        for shift, recipe in ((-0.08, "e2m1"), (0.08, "ufp4")):     # bars side by side
-            found = {place + shift: contrast(runs, model, {recipe: 100})
-                     for place, model in enumerate(models)}
-            found = {place: error for place, error in found.items() if error}
-            if found:
-                means, halves = zip(*found.values())
-                ax.errorbar(found.keys(), means, yerr=[half or 0 for half in halves],
-                            fmt="o-", ms=6, lw=2, elinewidth=1.5, capsize=4,
-                            color=COLORS[kind_of(recipe)], label=recipe)
-        part = reduction(runs, models)
-        ax.set(xticks=range(len(models)),
-               xticklabels=[f"{costs[model][0] / 1e6:.1f}" for model in models],
-               xlim=(-0.5, len(models) - 0.5), ylim=(0, None),
-               xlabel="million parameters",
-               title=f"{name}: ufp4 loses\n{text(part, 0)}% less" if part else name)
-    first = panels[0, 0]
-    first.set_ylabel("loss error to BF16, %")
-    if first.get_legend_handles_labels()[0]:
-        first.legend()
+                          width_ratios=[1 + len(names) for names in kinds.values()])
+    for ax, (kind, names) in zip(panels[0], kinds.items()):
+        for shift, recipe in ((-0.06, "e2m1"), (0.06, "ufp4")):     # bars side by side
+            curve(ax, [at + shift for at in range(len(names))],
+                  [contrast(runs, model, {recipe: 1}) for model in names],
+                  color=COLORS[kind_of(recipe)], label=recipe)
+        part = reduction(runs, names)
+        title = {"dense": "dense models", "moe": "mixtures"}[kind]
+        ax.set(xticks=range(len(names)), xlim=(-0.5, len(names) - 0.5), ylim=(0, None),
+               xticklabels=[f"{models[model]['active'] / 1e6:.1f}" for model in names],
+               xlabel="million parameters\nthat a token uses",
+               title=f"{title}: ufp4\nloses {text(part, 0)}% less" if part else title)
+    panels[0, 0].set_ylabel("loss error to BF16, %")
+    panels[0, 0].legend()
+
+def draw_length(fig, runs, models):
+    """Loss error against the length of the text."""
+    ax, names = fig.subplots(), series("length", models)
+    places = [models[model]["bytes"] / models[model]["active"] for model in names]
+    for recipe in ("e2m1", "ufp4"):
+        curve(ax, places, [contrast(runs, model, {recipe: 1}) for model in names],
+              color=COLORS[kind_of(recipe)], label=recipe)
+    first, last = (text(contrast(runs, model, GAP)) for model in (names[0], names[-1]))
+    ax.set(xscale="log", xticks=places, xticklabels=[f"{n:.0f}" for n in places],
+           ylim=(0, None), xlabel="bytes of text for each parameter (0.3M parameters)",
+           ylabel="loss error to BF16, %",
+           title=f"From {places[0]:.0f} to {places[-1]:.0f} bytes a parameter, e2m1 "
+           f"minus ufp4\ngoes from {first}% to {last}%")
+    ax.minorticks_off()
+    ax.legend()
+
+def draw_depth(fig, runs, models):
+    """What the grid costs, and what shrinking costs, against depth."""
+    ax, names = fig.subplots(), series("depth", models)
+    places = [int(model.split("-")[1]) for model in names]
+    for name, effect, color in (("E2M1's grid", GRID, COLORS["E2M1"]),
+                                ("shrinking", SHRINKING, "black")):
+        curve(ax, places, [contrast(runs, model, effect) for model in names],
+              color=color, label=f"effect of {name}")
+    deepest = text(contrast(runs, names[-1], SHRINKING)).replace("-0.00", "0.00")
+    ax.axhline(0, color="black", lw=0.8)
+    ax.set(xscale="log", xticks=places, xticklabels=places, xlabel="blocks",
+           ylabel="extra loss, % of the BF16 loss",
+           title=f"At {places[-1]} blocks shrinking costs {deepest}%")
+    ax.minorticks_off()
+    ax.legend()
 
 # ---- runs: what train.py has left in its folders ----
 @dataclass

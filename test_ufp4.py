@@ -1991,9 +1991,10 @@ def test_bench_every_recipe_is_another_and_fits_its_models():
         s = train.parse_args([*bench.MODELS[model], "--recipe", recipe, "--device", "cpu"])
         with torch.device("meta"):                      # raises if a layer has no whole blocks
             gpt = train.GPT(s, train.make_recipe(s), prepare.vocabulary(s.data))
-        if model in bench.SIZES:                        # as named
-            millions = model.split("-")[1]
-            assert float(f"{train.counts(gpt, s)[0] / 1e6:.1g}") == float(millions[:-1])
+        if model in bench.STUDIES["scaling"]:           # as named, 20 bytes a parameter
+            millions, active = model.split("-")[1], train.counts(gpt, s)[1]
+            assert float(f"{active / 1e6:.1g}") == float(millions[:-1])
+            assert abs(s.steps * s.batch_size * s.seq_len / active - 20) < 0.02
 
 def run(model, recipe, seed, loss, bf16):
     return {"model": model, "recipe": recipe, "seed": seed, "val_loss": loss, "bf16_val_loss": bf16,
@@ -2007,12 +2008,36 @@ def test_bench_loss_errors_are_paired_by_seed_and_signed():
     assert bench.errors_of(runs, "nano", "e2m1") == pytest.approx({0: math.inf, 1: 0.2})
     assert bench.cell(runs, "nano", "ufp4") == "0.00 ± 127.10 (2)"
     assert bench.cell(runs, "nano", "e2m1") == "inf (2)"        # one of them diverged
-    assert bench.cell(runs, "nano", "nvfp4") == bench.less(runs, "nano", "ufp4", "ufp4") == ""
-    assert bench.less(runs, "nano", "b", "a") == "2.00 ± 12.71"         # over the seeds of both
+    assert bench.cell(runs, "nano", "nvfp4") == ""
+    assert bench.settled(runs, "nano", {"nvfp4": 1, "a": -1}) == ["", "", ""]
+    less, *_ = bench.settled(runs, "nano", {"b": 1, "a": -1})
+    assert less == "2.00 ± 12.71"                       # over the seeds of both
     assert bench.contrast(runs, "nano", {"a": 0.5, "b": 0.5})[0] == pytest.approx(0.04)
     assert bench.contrast(runs, "nano", {"a": 1, "none such": -1}) is None
     mean, half = bench.interval([1.0, 2.0, 3.0, 4.0])   # t(3, 0.975) = 3.182, s = sqrt(5/3)
     assert mean == 2.5 and half == pytest.approx(3.182 * math.sqrt(5 / 3 / 4))
+
+def test_bench_the_error_of_the_text_is_that_of_the_pieces_means_over_seeds():
+    g = np.random.default_rng(0)
+    losses = 1 + 0.1 * g.standard_normal((3, 2, 64))    # bf16, a, b; two seeds; pieces
+    runs = [run("nano", name, seed, losses[i, seed].mean(), losses[0, seed].mean())
+            | {"pieces": losses[i, seed].tolist()}
+            for i, name in enumerate(("bf16", "a", "b")) for seed in range(2)]
+    runs.append(run("nano", "a", 2, None, 1.0))         # a seed that not all have
+    errors = [losses[1, s] / losses[0, s].mean() - losses[2, s] / losses[0, s].mean()
+              for s in range(2)]
+    pieces = (errors[0] + errors[1]) / 2
+    expected = 1.96 * math.sqrt(((pieces - pieces.mean()) ** 2).sum() / 63 / 64)
+    assert bench.text_error(runs, "nano", {"a": 1, "b": -1}) == pytest.approx(expected)
+    assert bench.text_error(runs, "nano", {"a": 1, "c": -1}) is None
+    for shift, yes in ((10 * expected, "yes"), (0, "no")):      # both errors count
+        moved = [dict(r) for r in runs[:6]]
+        for r in moved:
+            if r["recipe"] == "a":
+                r["val_loss"] = moved[r["seed"]]["val_loss"] * (1 + shift)
+            if r["recipe"] == "b":
+                r["val_loss"] = moved[r["seed"]]["val_loss"] * (1 + r["seed"] * 1e-9)
+        assert bench.settled(moved, "nano", {"a": 1, "b": -1})[2] == yes
 
 def test_bench_the_reduction_and_the_coverage_of_its_interval():
     """Of 400 draws of 10 seeds, in which two models' reductions have a part in common, 95% hold the
@@ -2060,46 +2085,63 @@ def test_bench_plan_has_the_papers_sizes_and_refuses_what_cannot_be(capsys):
     with pytest.raises(SystemExit, match="in_features = 40"):
         bench.main("plan --dim 40 --data shakespeare".split())
 
-def test_bench_an_estimator_end_to_end(tmp_path, monkeypatch):
+def test_bench_a_study_end_to_end(tmp_path, monkeypatch):
+    removed = []
     monkeypatch.setattr(bench, "RESULTS", tmp_path)
-    args = argparse.Namespace(name="loss", models=["nano"], seeds=1, estimators=["branched"],
-                              jobs=1, runs=tmp_path / "runs", rows=None)
+    monkeypatch.setattr(bench.shutil, "rmtree", lambda path, **how: removed.append(path))
     text = tmp_path / "text.txt"
-    text.write_text("".join(chr(97 + i * i % 23) for i in range(5000)))
-    tiny = "--layers 1 --dim 32 --heads 2 --hidden 32 --seq-len 16 --batch-size 2 --eval-windows 2"
-    args.train = [*tiny.split(), "--steps", "6", "--log-interval", "1", "--data", str(text)]
-    results = bench.train_all(args, ["e2m1-debiased"])
+    text.write_text("".join(chr(97 + i * i % 23) for i in range(40_000)))
+    tiny = ("--layers 1 --dim 32 --heads 2 --hidden 32 --seq-len 16 --batch-size 2 "
+            f"--steps 6 --log-interval 1 --dtype float32 --data {text}").split()
+    args = argparse.Namespace(name="runs", jobs=1, runs=tmp_path / "runs", train=tiny)
+    job = {"model": "nano", "recipe": "e2m1-debiased", "seed": 0, "estimator": "branched"}
+    results = bench.train_all(args, [job])
     bf16, r = results["runs"]
-    log = train.read_log(bench.folder(args, r) / "log.jsonl")
+    assert results == json.loads((tmp_path / "runs.json").read_text())
+    assert removed[-2:] == [bench.folder(args, job), bench.folder(args, bf16)]
+    log = train.read_log(bench.folder(args, job) / "log.jsonl")
     assert log[1]["step"] == 5                          # the last third of 6 steps
-    assert r["bf16_val_loss"] == bf16["val_loss"] and bf16["recipe"] == "bf16"
-    assert r["slope"] == pytest.approx(1, abs=0.01) and 0 < r["noise"] < 0.05
-    assert len({bf16["val_loss"], r["val_loss"], r["weights_loss"], r["own_loss"]}) == 4
-    head, row = bench.loss_tables("loss", results["runs"], {"": ["e2m1-debiased"]})["loss-nano"]
-    assert all(row) and head[2:] == ["of it, in the weights", "forward noise alone",
-                                     "slope of fprop", "noise of fprop, %"]
+    assert bf16["recipe"] == "bf16" and r["bf16_val_loss"] == bf16["val_loss"]
+    assert (r["slope"], r["noise"]) == (log[-1]["slope"], log[-1]["noise"])
+
+    # The loss on the whole text, once more: every window that does not overlap
+    s, dataset, model = bench.load_model([*bench.MODELS["nano"], *tiny, "--recipe", "bf16"],
+                                         bench.milestones(args, job)[1])
+    val = prepare.read_tokens(dataset.val[0]).astype(np.int64)
+    count = (len(val) - 1) // 16
+    losses = []
+    for n in range(count):
+        window = torch.from_numpy(val[16 * n:16 * n + 17])
+        logits = model(window[None, :-1])[0].double()
+        losses.append(F.cross_entropy(logits, window[1:]).item())
+    assert r["windows"] == bf16["windows"] == count > 64
+    assert r["weights_loss"] == pytest.approx(np.mean(losses), rel=1e-6)
+    assert len(r["pieces"]) == 64 and r["val_loss"] != r["weights_loss"]
+    sizes = [len(piece) for piece in np.array_split(losses, 64)]
+    assert r["val_loss"] == pytest.approx(np.average(r["pieces"], weights=sizes), abs=1e-5)
+    assert results["models"]["nano"]["bytes"] == 6 * 2 * 16
+
+    calls = []                                          # nothing is left to do
+    monkeypatch.setattr(bench, "train_run", lambda *job: calls.append(job))
+    assert bench.train_all(args, [job])["runs"] == results["runs"] and not calls
 
 def test_bench_pages_have_the_tables_of_the_files_and_these_follow_from_the_runs():
     texts = [page.read_text() for page in bench.PAGES]
     assert [bench.fill_tables(text) for text in texts] == texts         # or: python bench.py readme
-    for name in ("loss", "ablate", "scaling"):
-        results = json.loads((bench.RESULTS / f"{name}.json").read_text())
-        if name == "scaling":
-            tables = {name: bench.scaling_table(results["runs"], results["costs"])}
-        else:
-            tables = bench.loss_tables(name, results["runs"], bench.GROUPS[name])
-        assert tables == results["tables"]
+    results = json.loads((bench.RESULTS / "runs.json").read_text())
+    assert bench.study_tables(results) == results["tables"]
+    assert len({here["commit"] for here in results["machines"]}) == 1
 
 def test_bench_figures_are_drawn_from_the_records_and_name_each_recipe(tmp_path):
     for groups in bench.GROUPS.values():
         assert set(sum(groups.values(), [])) <= bench.WORDS.keys()
     assert bench.kind_of("ufp4", "e2m1-max3") == bench.kind_of("e2m1") == "E2M1"
-    for name in ("bias", "loss", "ablate", "scaling"):
+    for name in ("bias", "runs"):
         records = json.loads((bench.RESULTS / f"{name}.json").read_text())
         bench.draw_figures(name, records, tmp_path)
     drawn, kept = ({path.name for path in folder.glob("*.png")}
                    for folder in (tmp_path, bench.RESULTS))
-    assert {"front.png", "bias.png"} <= drawn <= kept
+    assert "bias.png" in drawn <= kept | {"runs.png"}
     for page in bench.PAGES:
         for shown in re.findall(r"!\[.*?\]\((.*?)\)", page.read_text()):
             assert (page.parent / shown).exists()
