@@ -239,13 +239,9 @@ def at_least(low, kind):
         return kind(text)
     return number
 
-def some_of(names):
-    """A parser of "all", "none", or some of these names with commas between them."""
-    def tuple_of_names(text):
-        if text in ("all", "none"):
-            return tuple(names) if text == "all" else ()
-        return tuple(text.split(","))
-    return tuple_of_names
+def names(text):
+    """A parser of names with commas between them. "none" stands for no name."""
+    return () if text == "none" else tuple(text.split(","))
 
 positive, natural, real = at_least(1, int), at_least(0, int), at_least(0, float)
 CHOICES = {"recipe": ufp4.RECIPES, "model": PRESETS, "dtype": ("float32", "bfloat16"),
@@ -293,8 +289,8 @@ class Settings:
     fmt: str = None                 # format of the elements
     scale: str = None               # format of the scales
     block: positive = None          # elements that share a scale
-    rht: some_of(ufp4.GEMMS) = None     # products that rotate, e.g. fprop,wgrad or none
-    sr: some_of(ufp4.OPERANDS) = None   # operands rounded stochastically, e.g. x,dy
+    rht: names = None               # products that rotate, e.g. fprop,wgrad or none
+    sr: names = None                # operands rounded stochastically, e.g. x,dy
     tiles: bool = None              # square blocks in the weights
     rht_block: positive = None      # size of the Hadamard matrix
 
@@ -511,7 +507,8 @@ def train(s):
         check_unused(Path(s.out))
     # A wrong flag should be found before a download. So the model comes first, and
     # vocabulary() knows its size by the name of the data set.
-    model, optimizer = build(s, make_recipe(s), vocabulary(s.data))
+    recipe, vocab_size = make_recipe(s), vocabulary(s.data)
+    model, optimizer = build(s, recipe, vocab_size)
     if RANK == 0:
         prepare(s.data)                 # one process downloads for all
     wait_for_all()
@@ -532,7 +529,7 @@ def train(s):
     print(f"{s.model}, {total / 1e6:.2f}M parameters, {active / 1e6:.2f}M active a "
           f"token, recipe {variant(s)}, {s.dtype} on {WORLD} x "
           f"{hardware(s.device)[0]}, steps {start} to {s.steps}, to {s.out}")
-    if model.blocks[0].attn.qkv.recipe.fmt is not None and s.device == "cpu":
+    if recipe.fmt is not None and s.device == "cpu":
         print("the first step compiles the quantizer, which takes a minute or two "
               "unless it is cached")
 
@@ -551,18 +548,18 @@ def train(s):
     if s.recipe != "bf16":
         print(loss_error(s, settings, val_loss))
     if s.sample:
-        text = sample(model, val[:32].tolist(), s, vocabulary(s.data))
+        text = sample(model, val[:32].tolist(), s, vocab_size)
         print(f"--- sample\n{text}\n---")
     return val_loss
 
 def training_loop(s, model, optimizer, files, val, start):
-    """Train from step `start` on; returns the last validation loss."""
+    """Train from step `start` on. Returns the last validation loss."""
     moes = [m for m in model.modules() if isinstance(m, MoE)]
     unread, clock = [], time.perf_counter()
     bar = tqdm(range(start, s.steps), initial=start, total=s.steps, disable=RANK > 0)
     for step in bar:
         bits = np.random.SeedSequence((s.seed, step, RANK)).generate_state(1, np.uint64)
-        torch.manual_seed(int(bits[0]))             # of this step and process alone
+        torch.manual_seed(int(bits[0]))             # this step's and process's own
         lr = learning_rate(step, s)
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -587,10 +584,9 @@ def training_loop(s, model, optimizer, files, val, start):
         # Wait for the device, and read the results of all steps since the last read:
         # means over the processes. No checkpoint follows numbers that are not finite.
         rows = (all_sum(torch.stack(unread)) / WORLD).tolist()
-        for i, (loss, norm, *_) in enumerate(rows):
+        for number, (loss, norm, *_) in enumerate(rows, done - len(rows) + 1):
             if not math.isfinite(loss + norm):
-                diverged(f"step {done - len(rows) + 1 + i}: loss {loss}, "
-                         f"gradient norm {norm}")
+                diverged(f"step {number}: loss {loss}, gradient norm {norm}")
         loss, norm, *loads = rows[-1]
         speed = len(rows) * s.batch_size * s.seq_len / (time.perf_counter() - clock)
         bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s", False)
@@ -617,12 +613,13 @@ def validate(s, model, val, step):
     return {"val_loss": val_loss} | fprop_noise(model, tokens)
 
 def diverged(what):
+    """End the run. No checkpoint has been made of the numbers that are not finite."""
     stop(f"{what}; --resume would repeat the same numbers, so start another run with a "
          "changed setting, such as a lower --lr", 3)
 
 # --- Checkpoints and the log ---------------------------------------------------------
-# A step is validated, logged, then saved. So the log has each step that a checkpoint
-# has. What the log has beyond its last checkpoint, --resume drops and trains again.
+# A step is validated, logged, then saved. So the log is never behind a checkpoint.
+# --resume drops the lines after its checkpoint, and trains these steps again.
 
 def checkpoints(out):
     """The checkpoints in OUT, oldest first. Copies under longer names don't count."""
@@ -637,9 +634,9 @@ def check_unused(out):
                          "it, or name another --out")
 
 def state_of(model, optimizer, step=0):
-    """What a checkpoint has. The tensors are those of model and optimizer themselves,
-    which load() fills in place. AdamW makes its moments at its first step;
-    get_state_dict sees to it that they exist."""
+    """What a checkpoint holds, as a dict. The tensors are those of model and optimizer
+    themselves, so load() fills these in place. AdamW would make its moments at its
+    first step only; get_state_dict makes them now."""
     weights, moments = get_state_dict(model, optimizer)
     return {"model": weights, "optimizer": moments, "step": step}
 
@@ -663,8 +660,8 @@ def load(path, state):
     dcp.load(state, checkpoint_id=path)
 
 def restore(s, settings, state):
-    """Load what --resume or --branch means into `state`, if that run had the same
-    settings. Its log has them. Returns the number of its steps."""
+    """Load the checkpoint that --resume or --branch means into `state`, if its run had
+    the same settings. The log beside it has them. Returns its number of steps."""
     if s.resume:
         kept, may_differ = checkpoints(Path(s.out)), RESUMABLE
         path = kept[-1] if kept else Path(s.out) / "ckpt-*"
@@ -673,17 +670,18 @@ def restore(s, settings, state):
     if not path.exists():
         raise ValueError(f"there is no checkpoint {path}")
     before = read_log(path.parent / "log.jsonl")[0]["settings"]
-    if s.resume:                        # a branch stays one, also without the flag
+    if s.resume:                # what was a branch stays one, also without the flag
         settings["branch"] = before["branch"]
-    if s.prompt is not None:
-        may_differ = may_differ | {"data"}              # no text is read
+    if s.prompt is not None:    # no data is read
+        may_differ = may_differ | {"data"}
     if differs := difference(settings, before, may_differ):
         raise ValueError(f"{path} belongs to a run with other settings: {differs}")
     load(path, state)
     return state["step"]
 
 def start_log(s, settings, step):
-    """Begin log.jsonl with the settings. --resume keeps the lines up to its step."""
+    """Begin log.jsonl with the settings. --resume keeps the lines up to its step. The
+    log is replaced when the new one is whole."""
     path, part = Path(s.out) / "log.jsonl", Path(s.out) / "log.jsonl.tmp"
     lines = [{"settings": settings, "commit": commit(), "torch": torch.__version__,
               "hardware": hardware(s.device)[0], "processes": WORLD}]
@@ -694,7 +692,7 @@ def start_log(s, settings, step):
     os.replace(part, path)
 
 def log(s, line):
-    """Write a line to the log. Print it, too, if it has a validation loss."""
+    """Append a line, a dict, to the log. Print it if it has a validation loss."""
     if RANK == 0:
         with open(Path(s.out) / "log.jsonl", "a") as lines:
             lines.write(json.dumps(line) + "\n")
