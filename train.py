@@ -666,7 +666,7 @@ def restore(s, settings, state):
         kept, may_differ = checkpoints(Path(s.out)), RESUMABLE
         path = kept[-1] if kept else Path(s.out) / "ckpt-*"
     else:
-        path, may_differ = Path(s.branch), RESUMABLE | RECIPE
+        path, may_differ = Path(s.branch), RESUMABLE | RECIPE_FLAGS
     if not path.exists():
         raise ValueError(f"there is no checkpoint {path}")
     before = read_log(path.parent / "log.jsonl")[0]["settings"]
@@ -720,7 +720,7 @@ FREE = {"out", "device", "eval_interval", "save_interval", "log_interval", "samp
         "compile", "remat", "grad_accum", "resume", "branch", "prompt"}
 # --resume may also change the learning rates to come, and a branch the recipe
 RESUMABLE = FREE | {"steps", "warmup"}
-RECIPE = {"recipe", "keep_bf16", *RECIPE_FIELDS}
+RECIPE_FLAGS = {"recipe", "keep_bf16", *RECIPE_FIELDS}
 
 def recorded(s, text):
     """The settings for the log, as JSON gives them back: it makes lists of tuples.
@@ -737,7 +737,7 @@ def is_baseline(bf16, settings):
     """Whether a run with the settings `bf16` is the one to compare another run with: a
     bf16 run whose other settings are the same, and which is no branch."""
     return (bf16["recipe"] == "bf16" and bf16["branch"] is None
-            and difference(settings, bf16, FREE | RECIPE) is None)
+            and difference(settings, bf16, FREE | RECIPE_FLAGS) is None)
 
 def loss_error(s, settings, val_loss):
     """How a loss compares with that of a finished bf16 run beside OUT, in words."""
