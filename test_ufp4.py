@@ -1668,6 +1668,7 @@ def test_train_makes_no_float64_on_the_device(settings):
 @pytest.mark.parametrize("flags,code,message", [
     ("--recipe fp4", 2, "invalid choice: 'fp4'"), ("--steps 0", 2, "at least 1, got 0"),
     ("--lr -1", 2, "at least 0, got -1"), ("--resume", 1, "there is no checkpoint"),
+    ("--device warp", 2, "--device warp can't be used"),
     ("--rht forward", 1, "not ('forward',)"), ("--dim 40", 1, "in_features = 40"),
     ("--heads 3", 1, "--dim 32 must split into --heads 3"),
     ("--experts 4 --top-k 5", 1, "--top-k 5 must be from 1 to --experts 4"),

@@ -326,8 +326,12 @@ def parse_args(argv=None):
                 f"x --grad-accum {s.grad_accum}")
     if s.prompt is not None and not (s.prompt and (s.resume or s.branch)):
         p.error("--prompt needs a text, and --resume or --branch for a model")
-    if s.device == "cuda" and WORLD > 1:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    try:
+        if s.device == "cuda" and WORLD > 1:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.empty(1, device=s.device)
+    except (RuntimeError, AssertionError) as e:     # torch can't use such a device
+        p.error(f"--device {s.device} can't be used: {str(e).splitlines()[0]}")
     s.dtype = s.dtype or ("bfloat16" if hardware(s.device)[1] else "float32")
     s.out = s.out or f"out/{s.model}-{variant(s)}-s{s.seed}"
     return s
@@ -618,8 +622,9 @@ def diverged(what):
          "changed setting, such as a lower --lr", 3)
 
 # --- Checkpoints and the log ---------------------------------------------------------
-# A step is validated, logged, then saved. So the log is never behind a checkpoint.
-# --resume drops the lines after its checkpoint, and trains these steps again.
+# A step is validated, logged, then saved. So each checkpoint has its line in the log,
+# and --resume has nothing to make up for. The price: a run that dies while it validates
+# trains again from the checkpoint before. --resume drops the log's lines after that.
 
 def checkpoints(out):
     """The checkpoints in OUT, oldest first. Copies under longer names don't count."""
