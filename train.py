@@ -13,13 +13,11 @@ head, router and norms are never quantized: they run in high precision, which is
 autocast where the hardware has BF16, and float32 elsewhere (--dtype).
 
 A run writes log.jsonl and its last two checkpoints into the directory OUT.
-What follows: the model, settings, data, evaluation, training, checkpoints and the log,
-comparing runs, start and stop. Only the last section deals with several processes.
+Only the last section of this file deals with several processes.
 """
 import argparse
 import inspect
 import json
-import logging
 import math
 import os
 import re
@@ -152,7 +150,7 @@ class MoE(nn.Module):
         mean, largest = self.load.mean(), self.load.max()
         self.bias += rate * torch.sign(mean - self.load)
         self.load.zero_()
-        return torch.where(mean > 0, largest / mean, 1.0)   # 1.0: there were no tokens
+        return largest / mean
 
 class Block(nn.Module):
     def __init__(self, s, recipe):
@@ -210,9 +208,7 @@ class GPT(nn.Module):
             logits = self.lm_head(self.norm(x))                     # (B, T, V)
         if targets is None:
             return logits
-        logits, targets = logits.float().flatten(0, 1), targets.flatten()
-        # The loss of no tokens is 0; reduction="mean" would make it NaN
-        return F.cross_entropy(logits, targets, reduction="sum") / max(1, len(targets))
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 # --- Settings ------------------------------------------------------------------------
 
@@ -236,22 +232,16 @@ PRESETS = {
                      top_k=6, batch_size=2048, steps=60_000, lr=2e-4)}
 
 def at_least(low, kind):
-    """A parser of finite numbers that are not below `low`."""
+    """A parser of numbers that are not below `low`."""
     def number(text):
-        value = kind(text)
-        if not low <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"must be finite and at least {low}, "
-                                             f"got {text}")
-        return value
+        if kind(text) < low:
+            raise argparse.ArgumentTypeError(f"must be at least {low}, got {text}")
+        return kind(text)
     return number
 
-def some_of(names):
-    """A parser of "all", "none", or some of these names with commas between them."""
-    def tuple_of_names(text):
-        if text in ("all", "none"):
-            return tuple(names) if text == "all" else ()
-        return tuple(text.split(","))
-    return tuple_of_names
+def names(text):
+    """A parser of names with commas between them. "none" stands for no name."""
+    return () if text == "none" else tuple(text.split(","))
 
 positive, natural, real = at_least(1, int), at_least(0, int), at_least(0, float)
 CHOICES = {"recipe": ufp4.RECIPES, "model": PRESETS, "dtype": ("float32", "bfloat16"),
@@ -299,8 +289,8 @@ class Settings:
     fmt: str = None                 # format of the elements
     scale: str = None               # format of the scales
     block: positive = None          # elements that share a scale
-    rht: some_of(ufp4.GEMMS) = None     # products that rotate, e.g. fprop,wgrad or none
-    sr: some_of(ufp4.OPERANDS) = None   # operands rounded stochastically, e.g. x,dy
+    rht: names = None               # products that rotate, e.g. fprop,wgrad or none
+    sr: names = None                # operands rounded stochastically, e.g. x,dy
     tiles: bool = None              # square blocks in the weights
     rht_block: positive = None      # size of the Hadamard matrix
 
@@ -351,7 +341,7 @@ def hardware(device):
     if device.startswith("cuda"):
         return (torch.cuda.get_device_name(device),
                 torch.cuda.is_bf16_supported(including_emulation=False))
-    cpu = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    cpu = torch.cpu.get_capabilities()
     bf16 = any(cpu.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
     return cpu.get("cpu_name", cpu.get("architecture", "a CPU")), bf16
 
@@ -402,21 +392,23 @@ def get_batch(files, s, step, part=0):
 # --- Evaluation ----------------------------------------------------------------------
 
 def validation_batches(tokens, s):
-    """Pairs of a batch and its number of windows, spaced evenly over the text.
-    FSDP needs every process in every pass. So a process that has no window left gets a
-    dummy, and the number 0."""
+    """Yields inputs (B, T), targets (B, T) and B, for windows spaced evenly over the
+    text. FSDP needs every process in every pass. So a process that has no window left
+    gets a dummy, and the number 0."""
     starts = np.linspace(0, len(tokens) - s.seq_len - 1, s.eval_windows).astype(int)
     size = s.batch_size // (WORLD * s.grad_accum)
     for first in range(0, len(starts), size * WORLD):
         mine = starts[first + RANK * size:][:size]
-        yield windows([tokens], mine if len(mine) else starts[:1], s), len(mine)
+        inputs, targets = windows([tokens], mine if len(mine) else starts[:1], s)
+        yield inputs, targets, len(mine)
 
 @torch.no_grad()
 def evaluate(model, tokens, s):
     """The mean loss over the validation windows, always with the same random bits."""
     model.eval()
     torch.manual_seed(s.seed)
-    losses = [model(*batch) * n for batch, n in validation_batches(tokens, s)]
+    losses = [model(inputs, targets) * n
+              for inputs, targets, n in validation_batches(tokens, s)]
     model.train()
     return sum(all_sum(torch.stack(losses)).tolist()) / s.eval_windows
 
@@ -426,10 +418,10 @@ def fprop_noise(model, tokens):
 
     An output is Y = slope X W^T + R, with R orthogonal to X W^T. Its noise is the power
     of R relative to that of X W^T. A slope below 1 is shrinkage. Returns means over the
-    quantized layers, and the layer with most noise."""
-    names, found = {layer: name for name, layer in model.named_modules()}, {}
+    quantized layers, and the layer with most noise, for the log."""
+    found = {}
 
-    def compare(layer, inputs, y):
+    def compare(layer, inputs, y):      # torch calls this after each module
         recipe = getattr(layer, "recipe", None)
         if recipe is None or recipe.fmt is None:
             return
@@ -439,7 +431,7 @@ def fprop_noise(model, tokens):
         power = reference.square().sum()
         slope = (reference * y).sum() / power
         rest = y - slope * reference
-        found[names[layer]] = torch.stack([rest.square().sum() / power, slope])
+        found[layer] = torch.stack([rest.square().sum() / power, slope])
 
     model.eval()
     hook = nn.modules.module.register_module_forward_hook(compare)
@@ -449,10 +441,11 @@ def fprop_noise(model, tokens):
     model.train()
     if not found:
         return {}
-    table = torch.stack([*found.values()]).cpu()        # a row for each layer
+    table = torch.stack([*found.values()]).cpu()        # (layers, 2): noise and slope
     noise, slope = table.mean(0).tolist()
     worst = table[:, 0].argmax().item()
-    return {"noise": noise, "slope": slope, "worst_layer": [*found][worst],
+    names = {layer: name for name, layer in model.named_modules()}
+    return {"noise": noise, "slope": slope, "worst_layer": names[[*found][worst]],
             "worst_noise": table[worst, 0].item()}
 
 @torch.no_grad()
@@ -472,7 +465,7 @@ def continue_prompt(s):
     vocab_size = vocabulary(s.data)
     prompt = encode(s.prompt, vocab_size)
     model, _ = build(s, make_recipe(s), vocab_size)
-    restore(s, recorded(s, s.data), {"model": get_model_state_dict(model)})
+    restore(s, recorded(s, s.data), {"model": get_model_state_dict(model), "step": 0})
     print(sample(model, prompt, s, vocab_size))
 
 # --- Training ------------------------------------------------------------------------
@@ -492,18 +485,6 @@ def counts(model, s):
     products = 6 * (total - idle - model.embed.weight.numel())
     return total, total - idle, products + 6 * s.seq_len * s.dim * s.layers
 
-# BF16 FLOP/s without sparsity, by NVIDIA's data sheets, of SXM modules. The name "A100"
-# alone would also fit an RTX A1000.
-PEAKS = {"NVIDIA A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12,
-         "B300": 2250e12}
-
-def utilization(model, s, tokens_per_s):
-    """MFU, the training's FLOP/s divided by the peak; None if that is unknown."""
-    for gpu, peak in PEAKS.items():
-        if gpu in hardware(s.device)[0] and s.dtype == "bfloat16":
-            return counts(model, s)[2] * tokens_per_s / (WORLD * peak)
-    return None
-
 def build(s, recipe, vocab_size):
     """-> (the model, whose weights have no values yet, and its optimizer)"""
     with torch.device("meta"):          # allocates nothing until FSDP has sharded it
@@ -522,74 +503,67 @@ def build(s, recipe, vocab_size):
     return model, torch.optim.AdamW(groups, lr=s.lr, betas=(0.9, 0.95), fused=True,
                                     weight_decay=s.weight_decay)
 
-def set_up(s):
-    """Build the model, read the data, load a checkpoint if one is named, begin the log.
-    -> the settings for the log and for checkpoints, model, optimizer, training files,
-    validation tokens, the number of steps done, and the validation loss logged there"""
+signals = []        # Ctrl-C and SIGTERM are noted here; the loop stops after its step
+
+def train(s):
+    """Set up, train and report. Returns the last validation loss."""
+    if not s.resume:
+        check_unused(Path(s.out))
     # A wrong flag should be found before a download. So the model comes first, and
     # vocabulary() knows its size by the name of the data set.
-    model, optimizer = build(s, make_recipe(s), vocabulary(s.data))
-    if RANK == 0:                       # one process downloads for all
-        check(prepare(s.data), s.seq_len + 1)
+    recipe, vocab_size = make_recipe(s), vocabulary(s.data)
+    model, optimizer = build(s, recipe, vocab_size)
+    if RANK == 0:
+        prepare(s.data)                 # one process downloads for all
     wait_for_all()
     dataset = prepare(s.data)           # the files are there now
+    check(dataset, s.seq_len + 1)
     files, val = [read_tokens(p) for p in dataset.train], read_tokens(dataset.val[0])
     # The folder of a text has its checksum in its name
     settings = recorded(s, f"{dataset.train[0].parent.name}-{len(files)}")
     if s.resume or s.branch:
-        step = restore(s, settings, state_of(model, optimizer))
+        start = restore(s, settings, state_of(model, optimizer))
     else:
-        step = 0
+        start = 0
         torch.manual_seed(s.seed)
         model.init_weights()
-    val_loss = start_log(s, settings, step) if RANK == 0 else math.nan
+    if RANK == 0:
+        start_log(s, settings, start)
     total, active, _ = counts(model, s)
-    name, _ = hardware(s.device)
     print(f"{s.model}, {total / 1e6:.2f}M parameters, {active / 1e6:.2f}M active a "
-          f"token, recipe {variant(s)}, {s.dtype} on {WORLD} x {name}, data {s.data}, "
-          f"steps {step} to {s.steps} of {s.batch_size} x {s.seq_len} tokens, "
-          f"to {s.out}")
-    if ufp4.RECIPES[s.recipe].fmt is not None and s.device == "cpu":
+          f"token, recipe {variant(s)}, {s.dtype} on {WORLD} x "
+          f"{hardware(s.device)[0]}, steps {start} to {s.steps}, to {s.out}")
+    if recipe.fmt is not None and s.device == "cpu":
         print("the first step compiles the quantizer, which takes a minute or two "
               "unless it is cached")
-    return settings, model, optimizer, files, val, step, val_loss
 
-signals = []        # Ctrl-C and SIGTERM are noted here; the loop stops after its step
-
-def train(s):
-    """Set up, train and report; returns the last validation loss."""
-    settings, model, optimizer, files, val, start, val_loss = set_up(s)
-    # The process that saved this step may have died before it validated
-    due = start >= s.steps or (s.resume and start % s.eval_interval == 0)
-    if any_process(due and val_loss is None):
-        line = {"step": start} | validate(s, model, val, start)
-        log(s, line)
-        val_loss = line["val_loss"]
     if start < s.steps:
         signals.clear()
         handlers = {n: signal.signal(n, lambda number, _: signals.append(number))
                     for n in (signal.SIGINT, signal.SIGTERM)}
         try:
-            val_loss = training_loop(s, settings, model, optimizer, files, val, start)
+            val_loss = training_loop(s, model, optimizer, files, val, start)
         finally:
             for n, handler in handlers.items():
                 signal.signal(n, handler)
+    else:                               # the run has finished before
+        val_loss = evaluate(model, val, s)
     print(f"validation loss {val_loss:.4f} nats a token")
     if s.recipe != "bf16":
         print(loss_error(s, settings, val_loss))
     if s.sample:
-        text = sample(model, val[:32].tolist(), s, vocabulary(s.data))
+        text = sample(model, val[:32].tolist(), s, vocab_size)
         print(f"--- sample\n{text}\n---")
     return val_loss
 
-def training_loop(s, settings, model, optimizer, files, val, start):
-    """Train from step `start` on; returns the last validation loss."""
+def training_loop(s, model, optimizer, files, val, start):
+    """Train from step `start` on. Returns the last validation loss."""
     moes = [m for m in model.modules() if isinstance(m, MoE)]
     unread, clock = [], time.perf_counter()
     bar = tqdm(range(start, s.steps), initial=start, total=s.steps, disable=RANK > 0)
     for step in bar:
         bits = np.random.SeedSequence((s.seed, step, RANK)).generate_state(1, np.uint64)
-        torch.manual_seed(int(bits[0]))             # of this step and process alone
+        torch.manual_seed(int(bits[0]))             # this step's and process's own
         lr = learning_rate(step, s)
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -613,21 +587,21 @@ def training_loop(s, settings, model, optimizer, files, val, start):
             continue
         # Wait for the device, and read the results of all steps since the last read:
         # means over the processes. No checkpoint follows numbers that are not finite.
-        # After the inner loop loss, norm and loads are those of the last step.
         rows = (all_sum(torch.stack(unread)) / WORLD).tolist()
-        for number, (loss, norm, *loads) in enumerate(rows, done - len(rows) + 1):
+        for number, (loss, norm, *_) in enumerate(rows, done - len(rows) + 1):
             if not math.isfinite(loss + norm):
-                diverged(s, f"step {number}: loss {loss}, gradient norm {norm}")
+                diverged(f"step {number}: loss {loss}, gradient norm {norm}")
+        loss, norm, *loads = rows[-1]
         speed = len(rows) * s.batch_size * s.seq_len / (time.perf_counter() - clock)
         bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s", False)
         line = {"step": done, "train_loss": loss, "val_loss": None, "lr": lr,
                 "grad_norm": norm, "max_load": max(loads, default=None),
-                "tokens_per_s": round(speed), "mfu": utilization(model, s, speed)}
-        if saves:
-            save(s, settings, done, model, optimizer)
+                "tokens_per_s": round(speed)}
         if validates:
             line |= validate(s, model, val, done)
         log(s, line)
+        if saves:
+            save(s, done, model, optimizer)
         if stops and not last:
             stop(f"stopped after step {done} and saved; add --resume to the same "
                  "command", 130)
@@ -638,35 +612,44 @@ def validate(s, model, val, step):
     """-> the validation loss and the noise of the forward pass, for the log"""
     val_loss = evaluate(model, val, s)
     if not math.isfinite(val_loss):
-        diverged(s, f"step {step}: validation loss {val_loss}")
-    (tokens, _), _ = next(validation_batches(val, s))
+        diverged(f"step {step}: validation loss {val_loss}")
+    tokens, _, _ = next(validation_batches(val, s))
     return {"val_loss": val_loss} | fprop_noise(model, tokens)
 
-def diverged(s, what):
-    kept = checkpoints(Path(s.out)) or ["none"]
-    stop(f"{what}; the last checkpoint: {kept[-1]}; --resume would repeat the same "
-         "numbers, so change a setting, such as --lr, and start again", 3)
+def diverged(what):
+    """End the run. No checkpoint has been made of the numbers that are not finite."""
+    stop(f"{what}; --resume would repeat the same numbers, so start another run with a "
+         "changed setting, such as a lower --lr", 3)
 
 # --- Checkpoints and the log ---------------------------------------------------------
-# A step is saved, validated, then logged: if validation dies, its weights are safe, and
-# --resume validates again.
+# A step is validated, logged, then saved. So each checkpoint has its line in the log,
+# and --resume has nothing to make up for. The price: a run that dies while it validates
+# trains again from the checkpoint before. --resume drops the log's lines after that.
 
 def checkpoints(out):
-    """The checkpoints in OUT, oldest first. Copies under other names don't count."""
-    return sorted(path for path in out.glob("ckpt-*") if path.name[5:].isdigit())
+    """The checkpoints in OUT, oldest first. Copies under longer names don't count."""
+    return sorted(out.glob("ckpt-???????"))
 
-def state_of(model, optimizer):
-    """The tensors of model and optimizer themselves, which load() fills in place. AdamW
-    makes its moments at its first step; get_state_dict sees to it that they exist."""
+def check_unused(out):
+    """Refuse to start a run where there is one."""
+    log = out / "log.jsonl"
+    steps_logged = log.exists() and log.read_text().count("\n") > 1
+    if steps_logged or checkpoints(out):
+        raise ValueError(f"{out} holds a run; add --resume to go on with it, delete "
+                         "it, or name another --out")
+
+def state_of(model, optimizer, step=0):
+    """What a checkpoint holds, as a dict. The tensors are those of model and optimizer
+    themselves, so load() fills these in place. AdamW would make its moments at its
+    first step only; get_state_dict makes them now."""
     weights, moments = get_state_dict(model, optimizer)
-    return {"model": weights, "optimizer": moments}
+    return {"model": weights, "optimizer": moments, "step": step}
 
-def save(s, settings, step, model, optimizer):
+def save(s, step, model, optimizer):
     """Write ckpt-STEP, all processes together, and keep the last two. A checkpoint gets
     its name when it is whole."""
     out, part = Path(s.out), Path(s.out) / "saving"
-    state = {"step": step, "settings": json.dumps(settings)}
-    state |= state_of(model, optimizer)
+    state = state_of(model, optimizer, step)
     if RANK == 0 and part.exists():     # a process that was killed has left it
         shutil.rmtree(part)
     wait_for_all()
@@ -676,60 +659,45 @@ def save(s, settings, step, model, optimizer):
         for old in checkpoints(out)[:-2]:
             shutil.rmtree(old)
 
-def load(path, state, resume=False):
+def load(path, state):
     """Read a checkpoint into the tensors of `state`, in place, and replace its other
     values. It has pickles, which can run any code: load only what you trust."""
-    try:
-        dcp.load(state, checkpoint_id=path)
-    except dcp.CheckpointException as e:
-        reason = next(iter(e.failures.values()))[0]
-        hint = "; delete it, and --resume takes the one before" if resume else ""
-        stop(f"{path} is missing, damaged or not a checkpoint of train.py ({reason!r})"
-             + hint)
+    dcp.load(state, checkpoint_id=path)
 
 def restore(s, settings, state):
-    """Load what --resume or --branch means into the tensors of `state`, if that run had
-    the same settings. Returns the number of its steps."""
-    kept = checkpoints(Path(s.out))
-    if s.resume and not kept:
-        stop(f"--resume: no checkpoint in {s.out}; start without --resume, or name "
-             "another --out")
-    path = kept[-1] if s.resume else Path(s.branch)
-    saved = {"step": 0, "settings": ""}
-    load(path, saved, s.resume)
-    before = json.loads(saved["settings"])
-    if s.resume:                        # a branch stays one, also without the flag
+    """Load the checkpoint that --resume or --branch means into `state`, if its run had
+    the same settings. The log beside it has them. Returns its number of steps."""
+    if s.resume:
+        kept, may_differ = checkpoints(Path(s.out)), RESUMABLE
+        path = kept[-1] if kept else Path(s.out) / "ckpt-*"
+    else:
+        path, may_differ = Path(s.branch), RESUMABLE | RECIPE_FLAGS
+    if not path.exists():
+        raise ValueError(f"there is no checkpoint {path}")
+    before = read_log(path.parent / "log.jsonl")[0]["settings"]
+    if s.resume:                # what was a branch stays one, also without the flag
         settings["branch"] = before["branch"]
-    may_differ = RESUMABLE if s.resume else BRANCHABLE
-    if s.prompt is not None:
-        may_differ = may_differ | {"data"}              # no text is read
-    if differ := differences(settings, before, may_differ):
-        stop(f"{path} belongs to a run with other settings: {'; '.join(differ)}")
-    load(path, state, s.resume)
-    return saved["step"]
+    if s.prompt is not None:    # no data is read
+        may_differ = may_differ | {"data"}
+    if differs := difference(settings, before, may_differ):
+        raise ValueError(f"{path} belongs to a run with other settings: {differs}")
+    load(path, state)
+    return state["step"]
 
 def start_log(s, settings, step):
-    """Begin log.jsonl with the settings. --resume keeps the lines up to its checkpoint;
-    without it the directory of an earlier run is renamed. Returns the validation loss
-    that the log has at `step`, or None."""
-    out, n, kept = Path(s.out), 1, []
-    path, part = out / "log.jsonl", out / "log.jsonl.tmp"
-    if s.resume and path.exists():
-        kept = [line for line in read_log(path) if line.get("step", math.inf) <= step]
-    elif not s.resume and (path.exists() or checkpoints(out)):
-        while (previous := out.with_name(f"{out.name}-previous-{n}")).exists():
-            n += 1
-        out.rename(previous)
-        print(f"{out} held an earlier run; that is now {previous}")
-    out.mkdir(parents=True, exist_ok=True)
-    first = {"settings": settings, "commit": commit(), "torch": torch.__version__,
-             "hardware": hardware(s.device)[0], "processes": WORLD}
-    part.write_text("".join(json.dumps(line) + "\n" for line in (first, *kept)))
+    """Begin log.jsonl with the settings. --resume keeps the lines up to its step. The
+    log is replaced when the new one is whole."""
+    path, part = Path(s.out) / "log.jsonl", Path(s.out) / "log.jsonl.tmp"
+    lines = [{"settings": settings, "commit": commit(), "torch": torch.__version__,
+              "hardware": hardware(s.device)[0], "processes": WORLD}]
+    if s.resume:
+        lines += [line for line in read_log(path)[1:] if line["step"] <= step]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part.write_text("".join(json.dumps(line) + "\n" for line in lines))
     os.replace(part, path)
-    return kept[-1].get("val_loss") if kept and kept[-1]["step"] == step else None
 
 def log(s, line):
-    """Write a line to the log. Print it, too, if it has a validation loss."""
+    """Append a line, a dict, to the log. Print it if it has a validation loss."""
     if RANK == 0:
         with open(Path(s.out) / "log.jsonl", "a") as lines:
             lines.write(json.dumps(line) + "\n")
@@ -738,17 +706,10 @@ def log(s, line):
                              for k, v in line.items() if v is not None))
 
 def read_log(path):
-    """-> the lines of a log: the settings, then a dict for each step that was logged"""
-    found = []
-    with open(path) as lines:
-        for number, text in enumerate(lines, 1):
-            if not text.endswith("\n"):
-                break                   # a process that was killed left half a line
-            try:
-                found.append(dict(json.loads(text)))
-            except (ValueError, TypeError):
-                raise ValueError(f"line {number} of {path} is damaged; delete it")
-    return found
+    """-> the lines of a log: the settings, then a dict for each step that was logged.
+    A process that was killed may leave half a line at the end, which does not count."""
+    lines = Path(path).read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 def commit():
     """The commit of this code, "-dirty" if it was changed; None if git can't say."""
@@ -758,37 +719,30 @@ def commit():
     return done.stdout.strip() or None
 
 # --- Comparing runs ------------------------------------------------------------------
-# --resume goes on with a run whose settings are the same, apart from these. steps and
-# warmup change the learning rate of the steps to come. grad_accum, device and compile
-# change rounding, and may change the random bits. The others change no step's numbers.
-RESUMABLE = {"out", "device", "steps", "warmup", "eval_interval", "save_interval",
-             "log_interval", "sample", "compile", "resume", "branch", "prompt",
-             "grad_accum", "remat"}
-# A branch goes on from a run's weights under another recipe, so that may differ too:
-BRANCHABLE = RESUMABLE | {"recipe", "keep_bf16", "recipe_values", *RECIPE_FIELDS}
+# These settings change no numbers, or only their rounding and random bits (device,
+# compile and grad_accum). is_baseline() itself looks at branch.
+FREE = {"out", "device", "eval_interval", "save_interval", "log_interval", "sample",
+        "compile", "remat", "grad_accum", "resume", "branch", "prompt"}
+# --resume may also change the learning rates to come, and a branch the recipe
+RESUMABLE = FREE | {"steps", "warmup"}
+RECIPE_FLAGS = {"recipe", "keep_bf16", *RECIPE_FIELDS}
 
 def recorded(s, text):
-    """The settings for the log and checkpoints, as JSON has them (it makes lists of
-    tuples), with what names stand for: `text` for the data set, the recipe's values."""
-    recipe, values = make_recipe(s), {}
-    for f in fields(recipe):
-        value = getattr(recipe, f.name)         # formats and scales are known by name
-        values[f.name] = str(getattr(value, "name", getattr(value, "__name__", value)))
-    return json.loads(json.dumps(asdict(s) | {"data": text, "recipe_values": values}))
+    """The settings for the log, as JSON gives them back: it makes lists of tuples.
+    `text` names the data set with its version."""
+    return json.loads(json.dumps(asdict(s) | {"data": text}))
 
-def differences(now, before, may_differ):
-    """What differs between the settings of two runs, in words."""
-    names = sorted((now.keys() | before.keys()) - may_differ)
-    return [f"{name} is {now.get(name)!r} now and was {before.get(name)!r}"
-            for name in names if now.get(name) != before.get(name)]
+def difference(now, before, may_differ):
+    """The first setting that two runs differ in, in words; None if there is none."""
+    for name, value in now.items():
+        if name not in may_differ and value != before.get(name):
+            return f"{name} is {value!r} now and was {before.get(name)!r}"
 
 def is_baseline(bf16, settings):
     """Whether a run with the settings `bf16` is the one to compare another run with: a
     bf16 run whose other settings are the same, and which is no branch."""
-    wanted = settings | dict.fromkeys(("branch", *RECIPE_FIELDS))      # all None
-    wanted |= {"recipe": "bf16", "keep_bf16": 0}
-    may_differ = RESUMABLE - {"steps", "warmup", "branch"} | {"recipe_values"}
-    return not differences(wanted, bf16, may_differ)
+    return (bf16["recipe"] == "bf16" and bf16["branch"] is None
+            and difference(settings, bf16, FREE | RECIPE_FLAGS) is None)
 
 def loss_error(s, settings, val_loss):
     """How a loss compares with that of a finished bf16 run beside OUT, in words."""
@@ -799,8 +753,8 @@ def loss_error(s, settings, val_loss):
             if last["step"] == s.steps and is_baseline(first["settings"], settings):
                 return (f"BF16-relative loss error {val_loss / bf16 - 1:+.2%} "
                         f"(bf16: {bf16:.4f})")
-        except Exception:               # whatever is wrong: it is no log of ours
-            continue
+        except (ValueError, TypeError, KeyError):
+            continue                    # a run that has just begun, or no log of ours
     return ("to see the loss error, finish a run of --recipe bf16 with the same "
             "settings in a directory beside this one")
 
@@ -808,13 +762,9 @@ def loss_error(s, settings, val_loss):
 
 def stop(message, code=1):
     """End the process with a sentence. Code 1 or 2: the user can fix it. 3: the loss
-    diverged. 4: another process has stopped. 130: a signal came."""
-    if RANK and code in (1, 2):
-        time.sleep(10)      # if rank 0 says the same, torchrun ends this process now
-    if RANK == 0 or code in (1, 2):
+    diverged. 130: a signal came."""
+    if RANK == 0 or code in (1, 2):     # others may not know of an error here
         tqdm.write(f"train.py: {message}", file=sys.stderr)
-    if WORLD > 1:
-        os._exit(code)      # a clean exit may wait for a process that is gone
     sys.exit(code)
 
 def main(argv=None):
@@ -823,9 +773,8 @@ def main(argv=None):
         sys.stdout = open(os.devnull, "w")              # one process prints
     # A character of a sample that the terminal can't show becomes "?"
     sys.stdout.reconfigure(errors="replace", line_buffering=True)
-    # One process needs no torch.distributed. What torch logs of an error, stop() says
+    # One process needs no torch.distributed
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
-    logging.disable()
     try:
         s = parse_args(argv)
         if WORLD > 1:
@@ -838,13 +787,6 @@ def main(argv=None):
             dist.destroy_process_group()
     except (ValueError, OSError) as e:
         stop(e)
-    except dcp.CheckpointException as e:
-        stop(f"can't write a checkpoint: {next(iter(e.failures.values()))[0]}")
-    except RuntimeError as e:
-        if not connection_lost(e):
-            raise
-        stop("another process has stopped; --resume goes on from the last checkpoint, "
-             "if there is one", 4)
 
 # --- Many processes ------------------------------------------------------------------
 # FSDP2 shards the model: each process keeps a part of each weight, and of its gradient
@@ -886,12 +828,6 @@ def any_process(condition):
 
 def wait_for_all():
     any_process(False)
-
-def connection_lost(error):
-    """Whether another process is gone. What else torch.distributed reports, such as a
-    port in use or two processes on one GPU, has a text of its own."""
-    gone = "connection (was likely )?closed|connection reset|broken pipe|process exit"
-    return WORLD > 1 and bool(re.search(gone, str(error), re.IGNORECASE))
 
 if __name__ == "__main__":
     main()
