@@ -1,22 +1,25 @@
 """Each claim, one command: what is measured, its table, its figure.
 
-    python bench.py bias        the grids: bias of each bin, slopes, how it compounds (1 min)
-    python bench.py sqnr        which grid suits a trained model's tensors, and the RHT (25 min)
-    python bench.py cpu         what emulation costs on this CPU, against BF16 steps (4 min)
-    python bench.py loss        what recipes cost in loss, paired seeds (hours)
-    python bench.py ablate      the same, one change at a time
-    python bench.py scaling     the same against compute: five dense sizes, three mixtures
-    python bench.py dispatch    what the kernels compile to on GPUs that are not here (5 min)
+    python bench.py bias        bias of each bin, slopes, how it compounds (1 min)
+    python bench.py sqnr        which grid suits a model's tensors, and the RHT (25 min)
+    python bench.py cpu         what emulation costs on this CPU (4 min)
+    python bench.py study loss      what recipes cost in loss
+    python bench.py study ablate    the same, one change at a time
+    python bench.py study scaling   the same by size, 20 bytes for each parameter
+    python bench.py study length    by the length of the text
+    python bench.py study depth     by depth: does shrinkage compound?
+    python bench.py dispatch    what the kernels compile to on GPUs not here (5 min)
     python bench.py kernels     their speed on this GPU, against copying and cuBLAS
-    python bench.py tune        which tiles and registers quantize fastest on this GPU
-    python bench.py plan        memory and bounds on speed of a run, by the flags of train.py
+    python bench.py tune        which tiles and registers are fastest on this GPU
+    python bench.py plan        memory and bounds on speed of a run of train.py
     python bench.py train       train.py with the recipes below besides its own
     python bench.py runs        your own runs of train.py, as a table and as curves
     python bench.py readme      tables and figures again, from the records
 
-A command prints its tables, saves them, with the numbers behind them, in data/results/NAME.json,
-and puts them into both README.md; some draw NAME.png. loss, ablate and scaling save each run as it
-ends, and go on from there; --seeds 2 --steps 300 is a quick look, in a file of its own.
+A command prints its tables, saves them with the numbers behind them in
+data/results/NAME.json, draws figures, and puts the tables into both README.md. Studies
+take hours. They save each run as it ends, all in runs.json, and go on from there;
+--seeds 2 --steps 300 is a quick look, in a file of its own.
 """
 import argparse
 import collections
@@ -56,7 +59,7 @@ HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "data" / "results"
 PAGES = (HERE / "README.md", RESULTS / "README.md")
 
-# ---- Common: results on disk, tables, figures, statistics ---------------------------------------
+# ---- Common: results on disk, tables, figures, statistics ----
 def machine():
     """What measures, and the commit of the code that it runs."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
@@ -90,17 +93,19 @@ def finish(name, tables, results=None):
     fill_pages()
 
 def fill_tables(page):
-    """A page's text with each block between <!-- NAME --> and <!-- /NAME --> made anew."""
+    """A page's text, with the tables between <!-- NAME --> and <!-- /NAME --> anew."""
     tables = {}
     for path in RESULTS.glob("*.json"):
         tables |= json.loads(path.read_text()).get("tables", {})
 
     def block(found):
-        if found[1] not in tables:
-            sys.exit(f"bench.py: no file in {RESULTS} has a table {found[1]}; measure it first")
-        head, *rows = tables[found[1]]
-        lines = ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]
-        return "\n".join([f"<!-- {found[1]} -->", *lines, f"<!-- /{found[1]} -->"])
+        name = found[1]
+        if name not in tables:
+            sys.exit(f"bench.py: no file in {RESULTS} has a table {name}; measure it")
+        head, *rows = tables[name]
+        rows = [head, ["---"] * len(head), *rows]
+        lines = ["| " + " | ".join(row) + " |" for row in rows]
+        return "\n".join([f"<!-- {name} -->", *lines, f"<!-- /{name} -->"])
     return re.sub(r"<!-- (\S+) -->\n.*?<!-- /\1 -->", block, page, flags=re.S)
 
 def fill_pages():
@@ -195,36 +200,43 @@ def draw_figures(name, results, folder):
         return
     label = name.removeprefix("runs")           # a quick look has its flags in its name
     runs, models = results["runs"], results["models"]
-    for study, draw in (("scaling", draw_scaling), ("length", draw_length),
-                        ("depth", draw_depth)):
-        if f"{study}{label}" in results["tables"]:
-            figure(folder / f"{study}{label}.png", (6.4, 4.2), draw, runs, models)
-    if f"front{label}" in results["tables"]:
-        figure(folder / f"front{label}.png", (7.6, 4.2), draw_front, runs, models)
-    for study, groups in GROUPS.items():
-        for model in STUDIES[study]:
-            if f"{study}-{model}{label}" in results["tables"]:
-                shown = sum(bool(errors_of(runs, model, recipe))
-                            for recipe in sum(groups.values(), []))
-                figure(folder / f"{study}-{model}{label}.png", (10, 2 + 0.26 * shown),
-                       draw_loss, runs, model, groups)
 
-# The 97.5% quantile of Student's t, by number of values (one more than degrees of freedom)
-STUDENT_T = dict(enumerate((12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262), 2))
+    def study(what, size, draw, *more):
+        name = f"study-{what}{label}"
+        if name in results["tables"]:
+            figure(folder / f"{name}.png", size, draw, runs, *more)
+
+    study("scaling", (6.4, 4.2), draw_scaling, models)
+    study("length", (6.4, 4.2), draw_length, models)
+    study("depth", (6.4, 4.2), draw_depth, models)
+    study("front", (7.6, 4.2), draw_front, models)
+    for command, groups in GROUPS.items():
+        for model in STUDIES[command]:
+            shown = sum(bool(errors_of(runs, model, recipe))
+                        for recipe in sum(groups.values(), []))
+            study(f"{command}-{model}", (10, 2 + 0.26 * shown), draw_loss, model,
+                  groups)
+
+# The 97.5% quantile of Student's t, by the number of values: 2, 3, ..., 10
+STUDENT_T = dict(enumerate((12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306,
+                            2.262), 2))
 
 def interval(values):
-    """Mean and half-width of its 95% interval: None for one value, or if one is not finite."""
+    """Mean and half-width of its 95% interval. That is None for one value, or if one is
+    not finite."""
     n, mean = len(values), sum(values) / len(values)
     if n < 2 or not math.isfinite(mean):
         return mean, None
-    return mean, STUDENT_T.get(n, 1.96 + 2.5 / (n - 1)) * statistics.stdev(values) / math.sqrt(n)
+    t = STUDENT_T.get(n, 1.96 + 2.5 / (n - 1))
+    return mean, t * statistics.stdev(values) / math.sqrt(n)
 
 def text(measured, digits=2):
     """(mean, half-width) as a cell in %; blank for None."""
     if measured is None:
         return ""
     mean, half = measured
-    return f"{100 * mean:.{digits}f}" + ("" if half is None else f" ± {100 * half:.{digits}f}")
+    cell = f"{100 * mean:.{digits}f}"
+    return cell if half is None else f"{cell} ± {100 * half:.{digits}f}"
 
 def spread(values, form="{:.2f}"):
     """Median (smallest to largest) as a cell."""
@@ -232,7 +244,8 @@ def spread(values, form="{:.2f}"):
     return f"{middle} ({low} to {high})"
 
 def interleaved(functions, rounds):
-    """[milliseconds of each call] of each function, called in turns, after two calls to warm up."""
+    """The milliseconds of each call of each function, called in turns. Two calls of
+    each to warm up are left out."""
     times = [[] for _ in functions]
     for _ in range(rounds + 2):
         for ms, f in zip(times, functions):
@@ -241,7 +254,7 @@ def interleaved(functions, rounds):
             ms.append(1e3 * (time.perf_counter() - start))
     return [ms[2:] for ms in times]
 
-# ---- Experiments: recipes beside those of ufp4.py, which `bench.py train` knows too -------------
+# ---- Experiments: recipes beside those of ufp4.py, for `bench.py train` too ----
 @dataclass(eq=False)
 class Choosing(Quantizer):
     """Each block takes the format, fmt or other, that has the smaller squared error.
@@ -253,7 +266,7 @@ class Choosing(Quantizer):
     def __call__(self, x, rand=None):
         if self.stochastic and rand is None:
             rand = ufp4.random_like(x)
-        x = self.blocks(x).flatten(-2)                      # rotated, if there are signs
+        x = self.blocks(x).flatten(-2)                  # rotated, if there are signs
         errors, results = [], []
         for fmt in (self.fmt, self.other):
             nearest = Quantizer(fmt, self.scale, self.block)(x)
@@ -275,12 +288,13 @@ class Sloped(Quantizer):
         if self.stochastic:
             return q
         x = self.blocks(x).flatten(-2).double()
-        factor = self.slope * x.square().sum() / (q * x).sum().clamp(min=1e-300)    # zeros: 0
-        return q * factor.float()
+        product = (q * x).sum().clamp(min=1e-300)           # not 0, if all are zeros
+        return q * (self.slope * x.square().sum() / product).float()
 
 @dataclass
 class Experiment(Recipe):
-    """A recipe whose quantizers are of another kind, or have `more` set, in all GEMMs or in one."""
+    """A recipe whose quantizers are of another kind, or have the fields `more`, in all
+    GEMMs or only in one."""
     kind: type = Quantizer
     more: tuple = ()
     only: str = ""
@@ -298,61 +312,79 @@ def experiment(name, like, kind=Quantizer, only="", **more):
     return add(Experiment(name, r.fmt, r.scale, r.block, r.rht, r.sr, kind=kind,
                           more=tuple(more.items()), only=only))
 
-# {command: {what some recipes have in common: their names}}
-UFP4 = RECIPES["ufp4"]
-GROUPS = {"loss": {
-    "the method": ["ufp4", "ufp4-int4"],
-    "E2M1": ["e2m1", "e2m1-full-rht"],
-    "the method, other scales": ["ufp4-e4m3", "ufp4-mx"],
-    "a standard": ["nvfp4", "mxfp4"],
-    # arXiv 2512.02010 (a block's maximum to 6 or 4) and arXiv 2605.31035, all else as in e2m1
-    "a choice by block": [experiment("four-over-six", "e2m1", Choosing, other=FORMATS["e2m1-max4"]),
-                          experiment("mixfp4", "e2m1", Choosing, other=ufp4.E1M2)]},
-"ablate": {
-    "the pair": ["ufp4", "e2m1"],
-    "RHT on": [add(replace(UFP4, name=f"ufp4-rht-{'-'.join(gemms) or 'none'}", rht=gemms))
-               for gemms in ((), ("wgrad",), ("dgrad", "wgrad"), ("fprop", "wgrad"))],
-    "SR on": [add(replace(UFP4, name=f"ufp4-sr-{'-'.join(which) or 'none'}", sr=which))
-              for which in ((), ("x", "dy"), OPERANDS)],
-    "grid, slope": ["e2m1-full-rht",
-                    experiment("e2m1-debiased", "e2m1-full-rht", Sloped, slope=1.0),
-                    experiment("ufp4-shrunk", "ufp4", Sloped, slope=0.996)],
-    "one GEMM in E2M1": [experiment(f"ufp4-{gemm}-in-e2m1", "ufp4", only=gemm, fmt=ufp4.E2M1)
-                         for gemm in GEMMS],
-    "range of E2M1": ["e2m1-max2", "e2m1-max3", "e2m1-max4"]}}
+def with_rht(*gemms):
+    name = f"ufp4-rht-{'-'.join(gemms) or 'none'}"
+    return add(replace(RECIPES["ufp4"], name=name, rht=gemms))
 
-# ---- bias: the geometry of shrinkage ------------------------------------------------------------
+def with_sr(*operands):
+    name = f"ufp4-sr-{'-'.join(operands) or 'none'}"
+    return add(replace(RECIPES["ufp4"], name=name, sr=operands))
+
+def one_gemm_in_e2m1(gemm):
+    return experiment(f"ufp4-{gemm}-in-e2m1", "ufp4", only=gemm, fmt=ufp4.E2M1)
+
+# {study: {what some recipes have in common: their names}}
+GROUPS = {
+    "loss": {
+        "the method": ["ufp4", "ufp4-int4"],
+        "E2M1": ["e2m1", "e2m1-full-rht"],
+        "the method, other scales": ["ufp4-e4m3", "ufp4-mx"],
+        "a standard": ["nvfp4", "mxfp4"],
+        "a choice by block": [
+            # A block's maximum goes to 6 or to 4, as in arXiv 2512.02010. The rest is
+            # that of e2m1
+            experiment("four-over-six", "e2m1", Choosing, other=FORMATS["e2m1-max4"]),
+            # E2M1 or E1M2, as in arXiv 2605.31035
+            experiment("mixfp4", "e2m1", Choosing, other=ufp4.E1M2)]},
+    "ablate": {
+        "the pair": ["ufp4", "e2m1"],
+        "RHT on": [with_rht(), with_rht("wgrad"), with_rht("dgrad", "wgrad"),
+                   with_rht("fprop", "wgrad")],
+        "SR on": [with_sr(), with_sr("x", "dy"), with_sr(*OPERANDS)],
+        "grid, slope": [
+            "e2m1-full-rht",
+            experiment("e2m1-debiased", "e2m1-full-rht", Sloped, slope=1.0),
+            experiment("ufp4-shrunk", "ufp4", Sloped, slope=0.996)],
+        "one GEMM in E2M1": [one_gemm_in_e2m1(gemm) for gemm in GEMMS],
+        "range of E2M1": ["e2m1-max2", "e2m1-max3", "e2m1-max4"]}}
+
+# ---- bias: the geometry of shrinkage ----
 GRIDS = ("e2m1", "e1m2")
 
 def sqnr(q, x):
-    """Signal to quantization noise in dB, -10 log10(|q - x|^2 / |x|^2), as in the paper."""
-    return -10 * math.log10((q - x).double().square().sum() / x.double().square().sum())
+    """Signal to quantization noise in dB, -10 log10(|q - x|^2 / |x|^2), as in the
+    paper."""
+    error, signal = (q - x).double().square().sum(), x.double().square().sum()
+    return -10 * math.log10(error / signal)
 
 def slope(q, x):
     """alpha = <Q(x), x> / <x, x> and its standard error, from the spread over rows."""
     q, x = q.double(), x.double()
     power = x.square().sum()
     alpha = (q * x).sum() / power
-    return alpha.item(), (((q - alpha * x) * x).sum(-1).square().sum().sqrt() / power).item()
+    rows = ((q - alpha * x) * x).sum(-1)
+    return alpha.item(), (rows.square().sum().sqrt() / power).item()
 
 def gaussian_slope(levels, block=16):
-    """alpha of RTN on blocks of independent Gaussians under fp32 scales, in closed form.
+    """alpha of RTN on blocks of independent Gaussians, FP32 scales, in closed form.
 
-    Given a block's maximum m (density 16 f(m) F(m)^15, with |x| of density f), one value is exact,
-    the 15 others lie in [0, m]. E[Q(x) x] sums over the bins, as x f(x) integrates to -f(x).
-    """
+    |x| has the density f. A block's maximum m has the density 16 f(m) F(m)^15. Given m,
+    one value is exact and the 15 others lie in [0, m]. E[Q(x) x] is a sum over bins, as
+    x f(x) integrates to -f(x)."""
     def f(x):
         return math.sqrt(2 / math.pi) * torch.exp(-x * x / 2)
     m = torch.linspace(1e-3, 9, 20_001, dtype=torch.float64)
     cdf, unit = torch.erf(m / math.sqrt(2)), m / levels[-1]
     edges = [0.0, *((a + b) / 2 for a, b in zip(levels, levels[1:])), levels[-1]]
-    other = sum(q * unit * (f(a * unit) - f(b * unit)) for q, a, b in zip(levels, edges, edges[1:]))
+    other = sum(q * unit * (f(low * unit) - f(high * unit))
+                for q, low, high in zip(levels, edges, edges[1:]))
     mean = cdf ** (block - 1) * m * m + (block - 1) * cdf ** (block - 2) * other
     return torch.trapezoid(f(m) * mean, m).item()
 
 def chain(fmt, depth=128, n=512):
-    """X <- Q(X) Q(W)^T again and again, W random orthogonal (so that the exact chain keeps its
-    norm), RHT on both -> [after each GEMM, (<X_hat, X> / <X, X>, product of all slopes so far)]."""
+    """X <- Q(X) Q(W)^T again and again, with the RHT on both. W is random and
+    orthogonal, so that the exact chain keeps its norm. Returns a pair for each GEMM:
+    <X_hat, X> / <X, X> after it, and the product of all slopes so far."""
     g, signs = torch.Generator().manual_seed(0), ufp4.random_signs(0)
     exact = approx = torch.randn(n, n, generator=g)
     slopes, found = [], []
@@ -373,9 +405,10 @@ def bench_bias(args):
               ["Gaussian, in closed form",
                *(f"{gaussian_slope(FORMATS[f].levels):.4f}" for f in GRIDS)]]
     for kind, data in (("Gaussian", x), ("SwiGLU-like", nn.functional.silu(gate) * up)):
-        for name, v in ((kind, data), (f"{kind}, RHT", ufp4.rht(data, ufp4.random_signs(0)))):
+        rotated = ufp4.rht(data, ufp4.random_signs(0))
+        for name, v in ((kind, data), (f"{kind}, RHT", rotated)):
             slopes.append([name, *(cell(ufp4.fake_quantize(v, f), v) for f in GRIDS)])
-    # rows of sizes spread over a factor of 2, or power-of-two scales would meet one size alone
+    # Rows of different sizes, or power-of-two scales would meet one size alone
     x = x * torch.rand((shape[0], 1), generator=g).exp2()
     scales = [["block scales", *(f"{f.upper()} {what}" for f in GRIDS
                                  for what in ("nearest", "SR", "SQNR, dB"))]]
@@ -451,26 +484,35 @@ def draw_bias(fig, chains):
               title=f"In {len(gemms)} GEMMs " + ",\n".join(findings))
     depth.legend(loc="lower left")
 
-# ---- sqnr: does the RHT change the preferred grid? (the paper's Q1) -----------------------------
-CONTRACTED = {"x": ("fprop", "wgrad"), "w": ("fprop", "dgrad"), "dy": ("dgrad", "wgrad")}
+# ---- sqnr: does the RHT change the preferred grid? (the paper's Q1) ----
+CONTRACTED = {"x": ("fprop", "wgrad"), "w": ("fprop", "dgrad"),
+              "dy": ("dgrad", "wgrad")}
 
 def capture(model, tokens, targets):
-    """{(layer, operand): its tensor (rows, columns)}: X, W and dY of every quantizable layer."""
+    """{(layer, operand): its tensor (rows, columns)}: X, W and dY of each layer."""
     got = {}
-    for name, m in model.named_modules():
-        if isinstance(m, ufp4.Linear):
-            got[name, "w"] = m.weight
-            m.register_forward_pre_hook(lambda m, x, at=(name, "x"): got.update({at: x[0]}))
-            m.register_full_backward_hook(lambda m, _, dy, at=(name, "dy"): got.update({at: dy[0]}))
+
+    def watch(layer, name):
+        def forward_hook(layer, inputs):
+            got[name, "x"] = inputs[0]
+        def backward_hook(layer, _, gradients):
+            got[name, "dy"] = gradients[0]
+        layer.register_forward_pre_hook(forward_hook)
+        layer.register_full_backward_hook(backward_hook)
+        got[name, "w"] = layer.weight
+
+    for name, layer in model.named_modules():
+        if isinstance(layer, ufp4.Linear):
+            watch(layer, name)
     model(tokens, targets).backward()
     return {at: x.detach().flatten(0, -2).float() for at, x in got.items()}
 
 def load_model(flags, checkpoint):
-    """(settings, data set, GPT with the checkpoint's weights) of train.py with these flags."""
+    """(settings, data set, GPT with the checkpoint's weights) of train.py's flags."""
     s = train.parse_args(flags)
     dataset = prepare(s.data)
     model = train.GPT(s, train.make_recipe(s), dataset.vocab_size)
-    train.load(checkpoint, {"model": model.state_dict()})               # into the model's tensors
+    train.load(checkpoint, {"model": model.state_dict()})   # into the model's tensors
     return s, dataset, model.to(s.device)
 
 def bench_sqnr(args):
@@ -478,6 +520,7 @@ def bench_sqnr(args):
     flags = [*MODELS["dense-10m"], "--out", str(out),
              *"--recipe bf16 --steps 300 --device cpu --dtype bfloat16".split()]
     if not (out / "ckpt-0000300").exists():
+        shutil.rmtree(out, ignore_errors=True)      # what a stopped run has left
         train.train(train.parse_args(flags))
     s, dataset, model = load_model(flags, out / "ckpt-0000300")
     batch = train.get_batch([read_tokens(p) for p in dataset.train], s, s.steps)
@@ -485,20 +528,21 @@ def bench_sqnr(args):
     for (layer, operand), x in capture(model, *batch).items():
         kind = "all layers" if operand == "w" else layer.rpartition(".")[2]
         for gemm, data in zip(CONTRACTED[operand], (x, x.T.contiguous())):
-            found[f"{operand} of {kind}, {gemm}"].append(
-                [sqnr(ufp4.fake_quantize(v, f), v) for v in (data, ufp4.rht(data, signs))
-                 for f in GRIDS])
-    rows = [["SQNR, dB", "E2M1", "E1M2", "E2M1, RHT", "E1M2, RHT", "better grid changes"],
+            decibels = [sqnr(ufp4.fake_quantize(v, f), v)
+                        for v in (data, ufp4.rht(data, signs)) for f in GRIDS]
+            found[f"{operand} of {kind}, {gemm}"].append(decibels)
+    rows = [["SQNR, dB", "E2M1", "E1M2", "E2M1, RHT", "E1M2, RHT",
+             "better grid changes"],
             ["the paper's input of fc2", "21.90", "19.94", "20.00", "23.19", ""]]
     for name, layers in found.items():
         changes = sum((a > b) != (c > d) for a, b, c, d in layers)
-        rows.append([name, *(f"{statistics.median(column):.2f}" for column in zip(*layers)),
-                     f"{changes} of {len(layers)}"])
+        medians = [f"{statistics.median(column):.2f}" for column in zip(*layers)]
+        rows.append([name, *medians, f"{changes} of {len(layers)}"])
     finish("sqnr", {"sqnr": rows}, {"tensors": found})
 
-# ---- cpu: what emulation costs ------------------------------------------------------------------
+# ---- cpu: what emulation costs ----
 def training_step(s, recipe, vocab_size):
-    """A function that makes a whole step of training a GPT, always on the same random tokens."""
+    """A function that makes a step of training a GPT, always on the same tokens."""
     torch.manual_seed(0)
     model, optimizer = train.build(s, RECIPES[recipe], vocab_size)
     model.init_weights()
@@ -514,9 +558,10 @@ def training_step(s, recipe, vocab_size):
     return step
 
 def bench_cpu(args):
-    rows = [[f"a step on {machine()['cpu']}, {torch.get_num_threads()} threads", "`bf16`, ms",
-             "`ufp4` / `bf16`", "`e2m1` / `bf16`"]]
-    for model, dtype in itertools.product(("nano", "nano-moe"), ("float32", "bfloat16")):
+    where = f"{machine()['cpu']}, {torch.get_num_threads()} threads"
+    rows = [[f"a step on {where}", "`bf16`, ms", "`ufp4` / `bf16`", "`e2m1` / `bf16`"]]
+    for model, dtype in itertools.product(("nano", "nano-moe"),
+                                          ("float32", "bfloat16")):
         s = train.parse_args(["--model", model, "--dtype", dtype, "--device", "cpu"])
         steps = [training_step(s, recipe, 256) for recipe in ("bf16", "ufp4", "e2m1")]
         bf16, *ours = interleaved(steps, 15)
@@ -575,7 +620,8 @@ STUDIES = {
     "ablate": {"nano": sum(GROUPS["ablate"].values(), []),
                "dense-0.3m": CLAIMS},
     # Does it hold with size, each model with 20 bytes a parameter?
-    "scaling": {name: CORE for name in SIZES if re.fullmatch(r"(dense|moe)-[^-]+", name)},
+    "scaling": {name: CORE for name in SIZES
+                if re.fullmatch(r"(dense|moe)-[^-]+", name)},
     # Does the difference go on growing with the text?
     "length": {f"dense-0.3m-{n}" if n != 20 else "dense-0.3m": CORE[:2]
                for n in LENGTHS},
@@ -611,7 +657,7 @@ def folder(args, job):
     return args.runs / "{model}-{estimator}-{recipe}-s{seed}".format(**job)
 
 def milestones(args, job):
-    """The checkpoints where others branch from a BF16 run, and at the end of any run."""
+    """The checkpoints where others branch from a BF16 run, and at a run's end."""
     steps = train.parse_args([*MODELS[job["model"]], *args.train]).steps
     return [folder(args, job) / f"ckpt-{n:07d}" for n in (2 * steps // 3, steps)]
 
@@ -651,7 +697,8 @@ def window_losses(model, tokens, s):
     for first in range(0, len(starts), 32):
         batch, targets = train.windows([tokens], starts[first:first + 32], s)
         logits = model(batch).float()
-        each = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+        each = F.cross_entropy(logits.flatten(0, 1), targets.flatten(),
+                               reduction="none")
         losses += each.view(targets.shape).double().mean(1).tolist()
     return losses
 
@@ -677,9 +724,10 @@ def evaluate(args, job):
     return found
 
 def bf16_by_float32():
-    """Where a CPU has no instructions for BF16, and torch takes ten times as long: the products of
-    bfloat16 numbers in float32, in which they are exact, and each sum rounded to bfloat16. What
-    differs is the order of sums, and attention's inside, which stays float32."""
+    """Products in BF16 for CPUs without such instructions, where torch's own take ten
+    times as long. Products of two bfloat16 numbers are exact in float32. The sums are
+    made in float32 and then rounded to bfloat16. What differs is the order of the sums,
+    and the inside of attention, which stays float32."""
     def rounded(f):
         def product(*tensors, **options):
             tensors = [t for t in tensors if t is not None]             # no bias
@@ -694,7 +742,7 @@ def bf16_by_float32():
 key = operator.itemgetter("model", "recipe", "estimator", "seed")   # of a job or record
 
 def train_all(args, jobs):
-    """Make the runs that data/results/NAME.json does not have. Returns what it then has.
+    """Make the runs that data/results/NAME.json does not have; return what it then has.
 
     Each run is saved as it ends, and its checkpoints are removed. So a later command
     repeats a bf16 run if it needs its weights."""
@@ -718,7 +766,8 @@ def train_all(args, jobs):
             if here not in results["machines"]:
                 results["machines"].append(here)
             compared = found if job == bf16 else runs[key(bf16)]
-            runs[key(job)] = {**job, "machine": results["machines"].index(here), **found,
+            number = results["machines"].index(here)
+            runs[key(job)] = {**job, "machine": number, **found,
                               "bf16_val_loss": compared["val_loss"]}
             results["runs"] = [runs[k] for k in sorted(runs)]
             save(args.name, results)
@@ -742,7 +791,7 @@ def train_all(args, jobs):
         groups.setdefault((job["model"], job["seed"]), []).append(job)
     try:
         with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-            list(pool.map(run_group, groups.values()))  # one that fails cancels the rest
+            list(pool.map(run_group, groups.values()))      # one that fails ends all
     except (KeyboardInterrupt, RuntimeError) as e:
         sys.exit(f"bench.py: stopped; the same command goes on from here. {e}")
     return results
@@ -767,9 +816,9 @@ def bench_study(args):
     finish(args.name, study_tables(results, args.label), results)
 
 # ---- Studies: what the runs say ----
-# The paper's BF16-relative loss errors in % (Q2), and Dense 1.5B's losses over ufp4's (Q4)
+# The paper's loss errors of its Dense 1.5B in % (Q2), and what its ablations lose more
+# than ufp4, in % (Q4)
 PAPER = {"ufp4": "0.97", "e2m1": "1.26"}
-PAPER_MOE = {"ufp4": "1.85", "e2m1": "2.36"}
 PAPER_OVER_UFP4 = {"ufp4-rht-none": "+0.60", "ufp4-rht-wgrad": "+0.34",
                    "ufp4-rht-dgrad-wgrad": "+0.44", "ufp4-rht-fprop-wgrad": "+0.25",
                    "ufp4-sr-none": "+0.24"}
@@ -787,12 +836,13 @@ def errors_of(runs, model, recipe, estimator="branched", loss="val_loss"):
     for r in runs:
         if key(r)[:3] == (model, recipe, estimator):
             diverged = r["val_loss"] is None
-            found[r["seed"]] = math.inf if diverged else r[loss] / r["bf16_val_loss"] - 1
+            error = math.inf if diverged else r[loss] / r["bf16_val_loss"] - 1
+            found[r["seed"]] = error
     return found
 
 def contrast(runs, model, weights, estimator="branched"):
-    """Mean and interval over the seeds of a sum of loss errors, {recipe: weight}, of the
-    seeds that have all recipes. None without such seeds."""
+    """A sum of loss errors, {recipe: weight}: mean and interval over the seeds that
+    have all recipes. None without such seeds."""
     errors = {recipe: errors_of(runs, model, recipe, estimator) for recipe in weights}
     seeds = set.intersection(*map(set, errors.values()))
     sums = [sum(weight * errors[recipe][seed] for recipe, weight in weights.items())
@@ -814,7 +864,7 @@ def text_error(runs, model, weights):
         return None
     sums = [sum(weight * (found[recipe][seed] - bf16[seed])
                 for recipe, weight in weights.items()) for seed in seeds]
-    mean = np.mean(sums, 0)             # over the seeds, so that a value a piece is left
+    mean = np.mean(sums, 0)             # over the seeds: a value for each piece is left
     return 1.96 * mean.std(ddof=1) / math.sqrt(len(mean))
 
 def cell(runs, model, recipe, **of):
@@ -825,8 +875,8 @@ def cell(runs, model, recipe, **of):
 SETTLED = ["± of the text", "settled"]
 
 def settled(runs, model, weights):
-    """Three cells: a contrast in % with its interval over seeds, the half-width over the
-    text, and whether it is settled: whether both errors together exclude zero."""
+    """Three cells: a contrast in % with its interval over seeds, the half-width over
+    the text, and whether it is settled, that is, both errors together exclude zero."""
     found = contrast(runs, model, weights)
     if not found:
         return ["", "", ""]
@@ -866,19 +916,21 @@ def measured(rows):
 def study_tables(results, label=""):
     """{title: table} of all that was measured. A quick look has its flags as label."""
     runs, models = results["runs"], results["models"]
-    tables = {"scaling": scaling_table(runs, models), "length": length_table(runs, models),
+    tables = {"scaling": scaling_table(runs, models),
+              "length": length_table(runs, models),
               "depth": depth_table(runs, models), "lr": lr_table(runs),
               "front": front_table(runs)}
     for study, groups in GROUPS.items():
         for model in STUDIES[study]:
             tables[f"{study}-{model}"] = recipe_table(runs, model, groups)
-    return {name + label: table for name, table in tables.items() if len(table) > 1}
+    return {f"study-{name}{label}": table for name, table in tables.items()
+            if len(table) > 1}
 
 def recipe_table(runs, model, groups):
     """A row a recipe; then effects, how far ufp4 is below e2m1, and how loss error goes
     with slope and noise of fprop."""
-    rows = [[f"`{model}`", "recipe", "loss error, % (seeds)", "minus `ufp4`, %", *SETTLED,
-             "of it, in the weights", "slope of fprop", "noise of fprop, %",
+    rows = [[f"`{model}`", "recipe", "loss error, % (seeds)", "minus `ufp4`, %",
+             *SETTLED, "of it, in the weights", "slope of fprop", "noise of fprop, %",
              "the paper, minus `ufp4`"]]
     fprop = fprop_of(runs, model)
     for group, recipes in groups.items():
@@ -906,9 +958,10 @@ def recipe_table(runs, model, groups):
         rows.append(["`ufp4` smaller than `e2m1` by, %", "", text(found, 0), *[""] * 7])
     if len(fprop) > 4:
         errors = [contrast(runs, model, {recipe: 1})[0] for recipe in fprop]
-        found = [f"{statistics.correlation(v, errors):.2f}" for v in zip(*fprop.values())]
-        rows.append([f"correlation with loss error, over {len(fprop)}", *[""] * 6, *found,
-                     ""])
+        found = [f"{statistics.correlation(v, errors):.2f}"
+                 for v in zip(*fprop.values())]
+        rows.append([f"correlation with loss error, over {len(fprop)}", *[""] * 6,
+                     *found, ""])
     return measured(rows)
 
 FRONT_MODEL = "dense-0.9m"              # of the front page
@@ -956,7 +1009,8 @@ def length_table(runs, models):
     return measured(rows)
 
 def depth_table(runs, models):
-    rows = [["blocks", "parameters, M", *(f"`{recipe}`, % (seeds)" for recipe in CAUSES),
+    rows = [["blocks", "parameters, M",
+             *(f"`{recipe}`, % (seeds)" for recipe in CAUSES),
              "effect of the grid, %", *SETTLED, "effect of shrinking, %", *SETTLED]]
     for model in series("depth", models):
         rows.append([model.split("-")[1], f"{models[model]['parameters'] / 1e6:.2f}",
@@ -1139,8 +1193,9 @@ class Run:
     def recipe(self):
         """The recipe with its overrides, and whether the run is a branch of another."""
         names = {f.name for f in fields(train.Settings)}
-        s = train.Settings(**{name: tuple(value) if isinstance(value, list) else value
-                              for name, value in self.settings.items() if name in names})
+        values = {name: tuple(value) if isinstance(value, list) else value
+                  for name, value in self.settings.items() if name in names}
+        s = train.Settings(**values)
         return train.variant(s) + (", branched" if s.branch else "")
 
     @property
@@ -1182,10 +1237,7 @@ def find_runs(folders):
     for top in map(Path, folders):
         for log in sorted(top.rglob("log.jsonl")):
             folder = log.parent
-            # train.py renames an earlier run so; it is shown only to those who name it
-            earlier = any(re.search(r"-previous-\d+$", part)
-                          for part in folder.relative_to(top).parts)
-            if earlier or folder.resolve() in found:
+            if folder.resolve() in found:
                 continue
             if run := read_run(folder):
                 found[folder.resolve()] = run
@@ -1288,7 +1340,7 @@ def draw_runs(fig, pairs):
     error.set(xlabel="steps", ylabel="loss error to BF16, %", xlim=(0, None),
               title="validation loss relative to the bf16 run with the same settings")
 
-# ---- dispatch: what the kernels compile to on GPUs that need not be here ------------------------
+# ---- dispatch: what the kernels compile to on GPUs that need not be here ----
 def calls():
     """{what is measured: the operands of rows and of columns, by their names}."""
     import kernels
@@ -1376,7 +1428,7 @@ def bench_dispatch(args):
         "quantize": table("instructions an element, spills", quantizer, calls(),
                           ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100"))})
 
-# ---- kernels: speed on a GPU, as ratios to what that GPU can do; tune ---------------------------
+# ---- kernels: speed on a GPU, as ratios to what that GPU can do; tune ----
 def random_keys(device):
     """A key for rows and one for columns."""
     return torch.stack([ufp4.random_key(device) for _ in range(2)])
@@ -1448,7 +1500,7 @@ def bench_tune(args):
                           return_mode="all")
             print(f"{spread(ms, '{:.3f}')} ms: {name}, {tile}, {registers} registers", flush=True)
 
-# ---- plan: what a run costs, counted, not measured ----------------------------------------------
+# ---- plan: what a run costs, counted, not measured ----
 # Dense peaks in TFLOP/s by path of kernels.route, where another multiplies in BF16; from NVIDIA's
 # data sheets: H200 (half the figures with sparsity), an eighth of HGX B200's.
 PEAKS = {"H200": ("sm_90", {"bf16": 989}),
