@@ -1419,7 +1419,10 @@ def test_train_resume_and_branch_refuse_another_run(settings, text, tmp_path):
     start = str(train.checkpoints(tmp_path / "out/run")[0])                     # of step 6
     assert "dim is 64 now and was 32" in refused("--resume", "--dim", "64")
     assert "recipe is 'ufp4' now and was 'bf16'" in refused("--resume", "--recipe", "ufp4")
+    assert "steps is 10 now and was 8" in refused("--resume", "--steps", "10")
     new = ["--out", str(tmp_path / "out/new")]
+    assert "made 6 steps, so --steps 6 leaves none" in refused(
+        *new, "--branch", start, "--steps", "6")
     assert "lr is 0.5 now" in refused(*new, "--branch", start, "--lr", "0.5")
     assert "there is no checkpoint nothing" in refused(*new, "--branch", "nothing")
     for recipe in "bf16", "e2m1":
@@ -1430,6 +1433,9 @@ def test_train_resume_and_branch_refuse_another_run(settings, text, tmp_path):
         assert same == (recipe == "bf16")
     (tmp_path / "mine.txt").write_text(text.read_text().upper())
     assert "data is 'mine-" in refused("--resume")                              # another text
+    for path in train.checkpoints(tmp_path / "out/run"):
+        shutil.rmtree(path)
+    assert "holds the log of a run without checkpoints" in refused()
 
 def test_train_loss_error_is_relative_to_the_bf16_run_beside(settings, tmp_path, capsys):
     def run(name, *flags):
@@ -1453,11 +1459,11 @@ def test_train_a_resumed_branch_stays_one_also_without_the_flag(settings, tmp_pa
     start = str(train.checkpoints(tmp_path / "whole")[0])
     branch = [*flags, str(tmp_path / "branch")]
     train.train(settings(*branch, "--branch", start))
-    train.train(settings(*branch, "--resume", "--steps", "10"))
+    train.train(settings(*branch, "--resume", "--log-interval", "1"))
     found = [train.read_log(tmp_path / name / "log.jsonl")[0]["settings"]
              for name in ("whole", "branch")]
     assert [mine["branch"] for mine in found] == [None, start]
-    assert found[1]["steps"] == 10
+    assert found[1]["log_interval"] == 1
     found[1]["steps"] = 8
     assert train.is_baseline(found[0], found[0])
     assert not train.is_baseline(found[1], found[0])

@@ -13,7 +13,6 @@ head, router and norms are never quantized: they run in high precision, which is
 autocast where the hardware has BF16, and float32 elsewhere (--dtype).
 
 A run writes log.jsonl and its last two checkpoints into the directory OUT.
-Only the last section of this file deals with several processes.
 """
 import argparse
 import inspect
@@ -128,10 +127,10 @@ class MoE(nn.Module):
         gates = scores.gather(-1, chosen)           # the weights of a token's experts
         gates = (gates / gates.sum(-1, keepdim=True)).to(x.dtype)
         expert, order = chosen.flatten().sort(stable=True)          # (M k), by expert
-        experts = torch.arange(len(self.bias), device=x.device)
-        # right=True: after the last row of expert e, or where it would be
-        offsets = torch.searchsorted(expert, experts, right=True).int()     # (E)
-        if self.training:       # with --remat all tokens count twice: the ratios stay
+        numbers = torch.arange(len(self.bias), device=x.device)     # 0, ..., E - 1
+        # The rows of an expert end here; one without tokens ends where it begins
+        offsets = torch.searchsorted(expert, numbers, right=True).int()     # (E)
+        if self.training:       # --remat counts all tokens twice, so ratios stay right
             self.load += torch.diff(offsets, prepend=offsets.new_zeros(1))
         copies = flat[:, None].expand(-1, self.top_k, -1).flatten(0, 1)     # (M k, C)
         gate, up = self.fc1(copies[order], offsets).chunk(2, -1)
@@ -224,7 +223,8 @@ PRESETS = {
     "nano-moe": dict(NANO, hidden=96, experts=16, top_k=3),
     "small": SMALL,
     "small-moe": dict(SMALL, hidden=352, experts=32, top_k=3),
-    # The paper's models. It gives their numbers of parameters; the rest is our choice
+    # The models of the paper (see ufp4.py). It gives their numbers of parameters; the
+    # rest is our choice
     "dense-1.5b": PAPER,
     "moe-7.9b": dict(PAPER, dim=2400, heads=25, hidden=320, experts=128, top_k=8,
                      batch_size=512, steps=50_000, lr=3e-4),
@@ -255,7 +255,7 @@ class Settings:
     model: str = "small" if GPU else "nano"     # sizes, schedule and data, see PRESETS
     data: str = None                # python, shakespeare, fineweb or a text file
     out: str = None                 # directory (default: out/MODEL-RECIPE-sSEED)
-    seed: natural = 0               # of weights, batches, RHT signs and random bits
+    seed: natural = 0               # of weights, batches, rotations and random bits
     keep_bf16: natural = 0          # how many of the last blocks to leave unquantized
     resume: bool = False            # go on from the last checkpoint in OUT
     branch: str = None              # start from this checkpoint; its recipe may differ
@@ -284,12 +284,12 @@ class Settings:
     batch_size: positive = None     # sequences in a step, of all processes together
     steps: positive = None          # steps in all
     lr: real = None                 # peak learning rate
-    warmup: natural = None          # steps (default: the preset's, or a fifth of all)
+    warmup: natural = None          # steps (default: the preset's; at most a fifth)
     # These come from the recipe if no flag is given
     fmt: str = None                 # format of the elements
     scale: str = None               # format of the scales
     block: positive = None          # elements that share a scale
-    rht: names = None               # products that rotate, e.g. fprop,wgrad or none
+    rht: names = None               # products with rotated operands, e.g. fprop,wgrad
     sr: names = None                # operands rounded stochastically, e.g. x,dy
     tiles: bool = None              # square blocks in the weights
     rht_block: positive = None      # size of the Hadamard matrix
@@ -365,8 +365,8 @@ def make_recipe(s):
 # --- Data ----------------------------------------------------------------------------
 
 def windows(files, starts, s):
-    """-> tokens (B, T), and targets (B, T), which are the next tokens. A start counts
-    through all files, over the places where a window fits into its file."""
+    """-> tokens (B, T), and targets (B, T), which are the next tokens. A start is the
+    number of a place where a window fits into a file, counted through all files."""
     rows = []
     for i in starts:
         for tokens in files:
@@ -465,7 +465,8 @@ def continue_prompt(s):
     vocab_size = vocabulary(s.data)
     prompt = encode(s.prompt, vocab_size)
     model, _ = build(s, make_recipe(s), vocab_size)
-    restore(s, recorded(s, s.data), {"model": get_model_state_dict(model), "step": 0})
+    weights = get_model_state_dict(model)       # the model's own tensors, to be filled
+    restore(s, recorded(s, s.data), {"model": weights, "step": 0})
     print(sample(model, prompt, s, vocab_size))
 
 # --- Training ------------------------------------------------------------------------
@@ -519,7 +520,7 @@ def train(s):
     dataset = prepare(s.data)           # the files are there now
     check(dataset, s.seq_len + 1)
     files, val = [read_tokens(p) for p in dataset.train], read_tokens(dataset.val[0])
-    # The folder of a text has its checksum in its name
+    # For the log: which data, in which version. A text's folder has its checksum
     settings = recorded(s, f"{dataset.train[0].parent.name}-{len(files)}")
     if s.resume or s.branch:
         start = restore(s, settings, state_of(model, optimizer))
@@ -530,6 +531,7 @@ def train(s):
     if RANK == 0:
         start_log(s, settings, start)
     total, active, _ = counts(model, s)
+    # Only one process prints, see main()
     print(f"{s.model}, {total / 1e6:.2f}M parameters, {active / 1e6:.2f}M active a "
           f"token, recipe {variant(s)}, {s.dtype} on {WORLD} x "
           f"{hardware(s.device)[0]}, steps {start} to {s.steps}, to {s.out}")
@@ -623,7 +625,7 @@ def diverged(what):
 
 # --- Checkpoints and the log ---------------------------------------------------------
 # A step is validated, logged, then saved. So each checkpoint has its line in the log,
-# and --resume has nothing to make up for. The price: a run that dies while it validates
+# and --resume need not validate again. The price: a run that dies while it validates
 # trains again from the checkpoint before. --resume drops the log's lines after that.
 
 def checkpoints(out):
@@ -633,9 +635,11 @@ def checkpoints(out):
 def check_unused(out):
     """Refuse to start a run where there is one."""
     log = out / "log.jsonl"
-    steps_logged = log.exists() and log.read_text().count("\n") > 1
-    if steps_logged or checkpoints(out):
+    if checkpoints(out):
         raise ValueError(f"{out} holds a run; add --resume to go on with it, delete "
+                         "it, or name another --out")
+    if log.exists() and len(read_log(log)) > 1:         # some steps, but no checkpoint
+        raise ValueError(f"{out} holds the log of a run without checkpoints; delete "
                          "it, or name another --out")
 
 def state_of(model, optimizer, step=0):
@@ -668,20 +672,23 @@ def restore(s, settings, state):
     """Load the checkpoint that --resume or --branch means into `state`, if its run had
     the same settings. The log beside it has them. Returns its number of steps."""
     if s.resume:
-        kept, may_differ = checkpoints(Path(s.out)), RESUMABLE
+        kept, may_differ = checkpoints(Path(s.out)), FREE
         path = kept[-1] if kept else Path(s.out) / "ckpt-*"
     else:
-        path, may_differ = Path(s.branch), RESUMABLE | RECIPE_FLAGS
+        path, may_differ = Path(s.branch), BRANCHABLE
     if not path.exists():
         raise ValueError(f"there is no checkpoint {path}")
     before = read_log(path.parent / "log.jsonl")[0]["settings"]
-    if s.resume:                # what was a branch stays one, also without the flag
+    if s.resume:                # the log still says so if this run began as a branch
         settings["branch"] = before["branch"]
     if s.prompt is not None:    # no data is read
         may_differ = may_differ | {"data"}
     if differs := difference(settings, before, may_differ):
         raise ValueError(f"{path} belongs to a run with other settings: {differs}")
     load(path, state)
+    if s.branch and s.prompt is None and state["step"] >= s.steps and not s.resume:
+        raise ValueError(f"{path} has made {state['step']} steps, so --steps {s.steps} "
+                         "leaves none for a branch")
     return state["step"]
 
 def start_log(s, settings, step):
@@ -713,22 +720,25 @@ def read_log(path):
 
 def commit():
     """The commit of this code, "-dirty" if it was changed; None if git can't say."""
-    done = subprocess.run("git describe --always --dirty --abbrev=40 --exclude='*'",
-                          cwd=Path(__file__).parent, capture_output=True, text=True,
-                          shell=True)
+    try:
+        done = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40",
+                               "--exclude=*"],          # no tag in its place
+                              cwd=Path(__file__).parent, capture_output=True, text=True)
+    except OSError:                                     # git is not installed
+        return None
     return done.stdout.strip() or None
 
 # --- Comparing runs ------------------------------------------------------------------
-# These settings change no numbers, or only their rounding and random bits (device,
-# compile and grad_accum). is_baseline() itself looks at branch.
+# --resume may change these settings. They change no numbers, or only their rounding and
+# random bits (device, compile and grad_accum). --branch need not be given again.
 FREE = {"out", "device", "eval_interval", "save_interval", "log_interval", "sample",
         "compile", "remat", "grad_accum", "resume", "branch", "prompt"}
-# --resume may also change the learning rates to come, and a branch the recipe
-RESUMABLE = FREE | {"steps", "warmup"}
+# --branch may also change these, and the learning rates to come
 RECIPE_FLAGS = {"recipe", "keep_bf16", *RECIPE_FIELDS}
+BRANCHABLE = FREE | RECIPE_FLAGS | {"steps", "warmup"}
 
 def recorded(s, text):
-    """The settings for the log, as JSON gives them back: it makes lists of tuples.
+    """The settings for the log, as JSON gives them back: it turns tuples into lists.
     `text` names the data set with its version."""
     return json.loads(json.dumps(asdict(s) | {"data": text}))
 
@@ -753,7 +763,7 @@ def loss_error(s, settings, val_loss):
             if last["step"] == s.steps and is_baseline(first["settings"], settings):
                 return (f"BF16-relative loss error {val_loss / bf16 - 1:+.2%} "
                         f"(bf16: {bf16:.4f})")
-        except (ValueError, TypeError, KeyError):
+        except (OSError, ValueError, TypeError, KeyError):
             continue                    # a run that has just begun, or no log of ours
     return ("to see the loss error, finish a run of --recipe bf16 with the same "
             "settings in a directory beside this one")
@@ -778,7 +788,7 @@ def main(argv=None):
     try:
         s = parse_args(argv)
         if WORLD > 1:
-            dist.init_process_group()
+            dist.init_process_group()       # gloo for CPU tensors, NCCL for a GPU's
         if s.prompt is None:
             train(s)
         else:
