@@ -9,8 +9,8 @@
     python train.py --recipe ufp4 --resume --prompt "def "
 
 A recipe (see ufp4.py) says how the linear layers of the blocks multiply. Embedding, LM
-head, router and norms are never quantized: they run in high precision, which is BF16
-autocast where the hardware has BF16, and float32 elsewhere (--dtype).
+head, router and norms are never quantized. The router works in float32, the rest under
+BF16 autocast where the hardware has BF16, elsewhere in float32 (--dtype).
 
 A run writes log.jsonl and its last two checkpoints into the directory OUT.
 """
@@ -30,9 +30,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 
-# CPU threads that share a product wait for each other in a loop, which keeps cores
-# busy. Beside another program, steps then take many times as long. So let the threads
-# sleep after a while. torch reads this when it is imported.
+# CPU threads that share a matrix product wait for each other in a loop, which keeps
+# cores busy. Beside another program, steps then take many times as long. So let the
+# threads sleep after a while. torch reads this when it is imported.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")    # rounds of that loop
 
@@ -117,7 +117,7 @@ class MoE(nn.Module):
         self.fc2 = ExpertLinear(s.experts, s.hidden, s.dim, recipe)
         self.shared = SwiGLU(s, recipe)
         self.register_buffer("bias", torch.zeros(s.experts))
-        self.register_buffer("load", torch.zeros(s.experts))        # since balance()
+        self.register_buffer("load", torch.zeros(s.experts))    # since last balance()
 
     def forward(self, x):                                           # (B, T, C)
         flat = x.flatten(0, 1)                                      # (M, C)
@@ -130,7 +130,7 @@ class MoE(nn.Module):
         numbers = torch.arange(len(self.bias), device=x.device)     # 0, ..., E - 1
         # The rows of an expert end here; one without tokens ends where it begins
         offsets = torch.searchsorted(expert, numbers, right=True).int()     # (E)
-        if self.training:       # --remat counts all tokens twice, so ratios stay right
+        if self.training:       # recomputation counts each token twice: ratios stay
             self.load += torch.diff(offsets, prepend=offsets.new_zeros(1))
         copies = flat[:, None].expand(-1, self.top_k, -1).flatten(0, 1)     # (M k, C)
         gate, up = self.fc1(copies[order], offsets).chunk(2, -1)
@@ -167,8 +167,8 @@ class GPT(nn.Module):
     def __init__(self, s, recipe, vocab_size):
         super().__init__()
         if s.dim % (2 * s.heads):
-            raise ValueError(f"--dim {s.dim} must split into --heads {s.heads} "
-                             "of an even width")
+            raise ValueError(f"--dim {s.dim} must be a multiple of 2 x --heads "
+                             f"{s.heads}")
         if (s.experts or s.top_k) and not 1 <= s.top_k <= s.experts:
             raise ValueError(f"--top-k {s.top_k} must be from 1 to --experts "
                              f"{s.experts}, or both must be 0")
@@ -183,7 +183,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self):
-        """As GPT-2 does: normal numbers, smaller in layers that write to the residual
+        """As GPT-2 does: Gaussian numbers, smaller in layers that write to the residual
         stream. They do not depend on the number of processes: each process draws all
         numbers, and fill() keeps its part."""
         for name, p in self.named_parameters():
@@ -262,7 +262,7 @@ class Settings:
     prompt: str = None              # only continue this text; with --resume or --branch
     device: str = "cuda" if GPU else "cpu"      # cpu, cuda, cuda:1, mps, ...
     dtype: str = None               # of products (default: bfloat16 if hardware has it)
-    compile: bool = False           # torch.compile blocks (experts: in bfloat16 only)
+    compile: bool = False           # torch.compile blocks; experts: bfloat16 only
     remat: bool = False             # activation checkpointing: less memory, more time
     grad_accum: positive = 1        # gradient accumulation steps
     min_lr: real = 0.1              # last learning rate, as a fraction of the peak
@@ -358,15 +358,15 @@ def make_recipe(s):
     """The recipe, with what flags change. Its random signs follow the seed."""
     recipe = ufp4.RECIPES[s.recipe]
     if s.overrides and recipe.fmt is None:
-        flags = ", ".join(f"--{name}" for name in s.overrides)
-        raise ValueError(f"{flags} has no effect on recipe {s.recipe}")
+        raise ValueError(f"recipe {s.recipe} does not quantize, so that it has no "
+                         f"{', '.join(s.overrides)}")
     return replace(recipe, sign_seed=recipe.sign_seed + s.seed, **s.overrides)
 
 # --- Data ----------------------------------------------------------------------------
 
 def windows(files, starts, s):
-    """-> tokens (B, T), and targets (B, T), which are the next tokens. A start is the
-    number of a place where a window fits into a file, counted through all files."""
+    """-> tokens (B, T), and targets (B, T), which are the next tokens. Starts number
+    the places where a window fits: first those of file 0, then of file 1, and so on."""
     rows = []
     for i in starts:
         for tokens in files:
@@ -444,13 +444,13 @@ def fprop_noise(model, tokens):
     table = torch.stack([*found.values()]).cpu()        # (layers, 2): noise and slope
     noise, slope = table.mean(0).tolist()
     worst = table[:, 0].argmax().item()
-    names = {layer: name for name, layer in model.named_modules()}
-    return {"noise": noise, "slope": slope, "worst_layer": names[[*found][worst]],
+    name_of = {layer: name for name, layer in model.named_modules()}
+    return {"noise": noise, "slope": slope, "worst_layer": name_of[[*found][worst]],
             "worst_noise": table[worst, 0].item()}
 
 @torch.no_grad()
 def sample(model, prompt, s, vocab_size):
-    """The text of prompt, a list of tokens, and of s.sample tokens that continue it."""
+    """prompt, a list of tokens, and s.sample tokens that continue it, as text."""
     model.eval()
     torch.manual_seed(s.seed)                           # all processes draw the same
     tokens = torch.tensor([prompt], device=s.device)                    # (1, T)
@@ -466,7 +466,7 @@ def continue_prompt(s):
     prompt = encode(s.prompt, vocab_size)
     model, _ = build(s, make_recipe(s), vocab_size)
     weights = get_model_state_dict(model)       # the model's own tensors, to be filled
-    restore(s, recorded(s, s.data), {"model": weights, "step": 0})
+    restore(s, log_settings(s, s.data), {"model": weights, "step": 0})
     print(sample(model, prompt, s, vocab_size))
 
 # --- Training ------------------------------------------------------------------------
@@ -479,8 +479,8 @@ def learning_rate(step, s):
     return s.lr * (s.min_lr + (1 - s.min_lr) * 0.5 * (1 + math.cos(math.pi * t)))
 
 def counts(model, s):
-    """-> (parameters, those that one token uses, FLOPs for one token). A weight takes 2
-    FLOPs forward and 4 backward, causal attention 6 T C a layer."""
+    """-> (parameters, those that one token uses, FLOPs for one token, for bench.py). A
+    weight takes 2 FLOPs forward and 4 backward, causal attention 6 T C a layer."""
     total = sum(p.numel() for p in model.parameters())
     idle = s.layers * (s.experts - s.top_k) * 3 * s.dim * s.hidden  # in other experts
     products = 6 * (total - idle - model.embed.weight.numel())
@@ -510,8 +510,8 @@ def train(s):
     """Set up, train and report. Returns the last validation loss."""
     if not s.resume:
         check_unused(Path(s.out))
-    # A wrong flag should be found before a download. So the model comes first, and
-    # vocabulary() knows its size by the name of the data set.
+    # A wrong flag should be found before a download, so the model comes first. Its
+    # vocabulary follows from the name of the data set.
     recipe, vocab_size = make_recipe(s), vocabulary(s.data)
     model, optimizer = build(s, recipe, vocab_size)
     if RANK == 0:
@@ -520,8 +520,8 @@ def train(s):
     dataset = prepare(s.data)           # the files are there now
     check(dataset, s.seq_len + 1)
     files, val = [read_tokens(p) for p in dataset.train], read_tokens(dataset.val[0])
-    # For the log: which data, in which version. A text's folder has its checksum
-    settings = recorded(s, f"{dataset.train[0].parent.name}-{len(files)}")
+    # For the log: which data, in which version. A folder's name has a text's checksum
+    settings = log_settings(s, f"{dataset.train[0].parent.name}-{len(files)}")
     if s.resume or s.branch:
         start = restore(s, settings, state_of(model, optimizer))
     else:
@@ -541,12 +541,12 @@ def train(s):
 
     if start < s.steps:
         signals.clear()
-        handlers = {n: signal.signal(n, lambda number, _: signals.append(number))
+        previous = {n: signal.signal(n, lambda number, _: signals.append(number))
                     for n in (signal.SIGINT, signal.SIGTERM)}
         try:
             val_loss = training_loop(s, model, optimizer, files, val, start)
         finally:
-            for n, handler in handlers.items():
+            for n, handler in previous.items():
                 signal.signal(n, handler)
     else:                               # the run has finished before
         val_loss = evaluate(model, val, s)
@@ -673,20 +673,20 @@ def restore(s, settings, state):
     the same settings. The log beside it has them. Returns its number of steps."""
     if s.resume:
         kept, may_differ = checkpoints(Path(s.out)), FREE
-        path = kept[-1] if kept else Path(s.out) / "ckpt-*"
+        path = kept[-1] if kept else Path(s.out) / "ckpt-*"    # for the message
     else:
         path, may_differ = Path(s.branch), BRANCHABLE
     if not path.exists():
         raise ValueError(f"there is no checkpoint {path}")
     before = read_log(path.parent / "log.jsonl")[0]["settings"]
-    if s.resume:                # the log still says so if this run began as a branch
+    if s.resume:                # a run that began as a branch stays one in the log
         settings["branch"] = before["branch"]
     if s.prompt is not None:    # no data is read
         may_differ = may_differ | {"data"}
     if differs := difference(settings, before, may_differ):
         raise ValueError(f"{path} belongs to a run with other settings: {differs}")
     load(path, state)
-    if s.branch and s.prompt is None and state["step"] >= s.steps and not s.resume:
+    if not s.resume and s.prompt is None and state["step"] >= s.steps:
         raise ValueError(f"{path} has made {state['step']} steps, so --steps {s.steps} "
                          "leaves none for a branch")
     return state["step"]
@@ -733,11 +733,11 @@ def commit():
 # random bits (device, compile and grad_accum). --branch need not be given again.
 FREE = {"out", "device", "eval_interval", "save_interval", "log_interval", "sample",
         "compile", "remat", "grad_accum", "resume", "branch", "prompt"}
-# --branch may also change these, and the learning rates to come
 RECIPE_FLAGS = {"recipe", "keep_bf16", *RECIPE_FIELDS}
+# --branch may also change the recipe, and the length of the schedule
 BRANCHABLE = FREE | RECIPE_FLAGS | {"steps", "warmup"}
 
-def recorded(s, text):
+def log_settings(s, text):
     """The settings for the log, as JSON gives them back: it turns tuples into lists.
     `text` names the data set with its version."""
     return json.loads(json.dumps(asdict(s) | {"data": text}))
@@ -773,7 +773,7 @@ def loss_error(s, settings, val_loss):
 def stop(message, code=1):
     """End the process with a sentence. Code 1 or 2: the user can fix it. 3: the loss
     diverged. 130: a signal came."""
-    if RANK == 0 or code in (1, 2):     # others may not know of an error here
+    if RANK == 0 or code in (1, 2):     # an error may be in one process only
         tqdm.write(f"train.py: {message}", file=sys.stderr)
     sys.exit(code)
 
@@ -783,7 +783,7 @@ def main(argv=None):
         sys.stdout = open(os.devnull, "w")              # one process prints
     # A character of a sample that the terminal can't show becomes "?"
     sys.stdout.reconfigure(errors="replace", line_buffering=True)
-    # One process needs no torch.distributed
+    # Saving warns of this, but one process needs none
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
     try:
         s = parse_args(argv)
