@@ -759,15 +759,15 @@ def test_kernels_equal_the_reference(fmt, scale):
     same(x, q, dataclasses.replace(q, signs=SIGNS, stochastic=True))
 
 @needs_kernels
-@pytest.mark.parametrize("fmt, dtype, n, scale", (
-    ("e1m2", torch.float16, 16, "fp32"),
-    *(("e2m1", torch.bfloat16, 16, scale) for scale in ONE_OF_EACH),
-    *(("e1m2", torch.float32, 16, scale) for scale in ONE_OF_EACH),
-    *(("e2m1", torch.float32, 32, scale) for scale in ONE_OF_EACH)))
-def test_kernels_know_every_magnitude_and_what_is_not_finite(fmt, dtype, n, scale):
+@pytest.mark.parametrize("fmt, dtype, stochastic, scale", (
+    ("e1m2", torch.float16, False, "fp32"),
+    *(("e2m1", torch.bfloat16, False, scale) for scale in ONE_OF_EACH),
+    *(("e1m2", torch.float32, False, scale) for scale in ONE_OF_EACH),
+    *(("e2m1", torch.float32, True, scale) for scale in ONE_OF_EACH)))
+def test_kernels_know_every_magnitude_and_what_is_not_finite(fmt, dtype, stochastic, scale):
     x = every_sort(dtype)
-    q = Quantizer(FORMATS[fmt], SCALES[scale], BLOCKS[scale], stochastic=n == 32)
-    same(x, q, dataclasses.replace(q, signs=random_signs(1, n)))
+    q = Quantizer(FORMATS[fmt], SCALES[scale], BLOCKS[scale], stochastic=stochastic)
+    same(x, q, dataclasses.replace(q, signs=random_signs(1)))
     x[6, 17], x[7, 18] = -math.inf, math.nan
     for rows in (x[6:], x[7:]) if scale == "e4m3_up" else (x,):
         same(F.pad(rows, (0, 0, 0, len(x) - len(rows)))[:, :32], q, None)
@@ -778,12 +778,11 @@ def test_kernels_equal_the_reference_on_any_shape(seed, monkeypatch):
     """Every remainder of the tiles, dtypes, strides, scales shared in tiles (as W's)."""
     r = random.Random(seed)
     monkeypatch.setattr(kernels, "SHAPES", dict.fromkeys(kernels.SHAPES, ((32, 32), {})))
-    scale, n = r.choice(tuple(SCALES)), r.choice((16, 32))
+    scale = r.choice(tuple(SCALES))
     q = Quantizer(FORMATS[r.choice(tuple(FORMATS))], SCALES[scale], BLOCKS[scale],
                   stochastic=seed % 2 == 0, tiles=seed % 2 == 1)
-    rotated = dataclasses.replace(q, signs=random_signs(seed, n))
-    unit = max(n, q.block)
-    R, C = (unit * r.choice((1, 2, 3)) for _ in range(2))
+    rotated = dataclasses.replace(q, signs=random_signs(seed))
+    R, C = (q.block * r.choice((1, 2, 3)) for _ in range(2))
     x = randn(2 * R, 2 * C, seed=seed).exp() * r.choice((1, 1e-3))
     x = x.to(r.choice((torch.float32, torch.bfloat16, torch.float16)))
     x = r.choice((lambda: x[:R, :C], lambda: x[::2, ::2],
@@ -860,7 +859,7 @@ def test_kernels_a_new_seed_has_new_signs_and_compiles_nothing():
     for seed, got in enumerate(made):
         expected = Quantizer(E1M2, signs=random_signs(seed))(x.cpu()).bfloat16()
         assert torch.equal(got.decoded().cpu(), expected)
-    assert kernels.signs_on(1, 16, x.device) is kernels.signs_on(1, 16, x.device)
+    assert kernels.signs_on(1, x.device) is kernels.signs_on(1, x.device)
 
 # ---- The kernels' products, and a layer on them --------------------------------------
 def within(got, a, b, rounded=False, results=0):
@@ -914,7 +913,7 @@ def test_kernels_routes():
     other = replace(FORMATS["e2m1"], levels=(0.0, 1.0, 5.0))
     for changed, expected in (
             ({"scale": "e4m3", "fmt": "int4"}, "cublas"), ({"block": 8}, "torch"),
-            ({"rht_block": 8}, "torch"), ({"scale": max}, "torch"),
+            ({"rht_block": 32}, "torch"), ({"rht_block": 32, "rht": ()}, "cublas"), ({"scale": max}, "torch"),
             ({"fmt": other}, "torch")):
         assert kernels.route(replace(RECIPES["ufp4"], **changed), "sm_120") == expected
 
@@ -1086,7 +1085,7 @@ def test_kernels_backends_are_chosen_and_said(monkeypatch):
     monkeypatch.setenv("UFP4_BACKEND", "triton")
     chosen = ufp4.choose_backend(RECIPES["ufp4"], torch.device(DEVICE), torch.float32)
     assert chosen is kernels.QuantizedMatmul
-    for recipe, why in zip(odd, ("blocks and Hadamard matrices of 16", "no subclass of Recipe")):
+    for recipe, why in zip(odd, ("have blocks of 16 and 32", "no subclass of Recipe")):
         with pytest.raises(ValueError, match=why):
             ufp4.choose_backend(recipe, cpu, torch.float32)
     if kernels.INTERPRET or DEVICE == "cuda":
