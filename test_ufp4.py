@@ -897,8 +897,8 @@ def test_kernels_matmul_multiplies_the_decoded_operands(path, fmt, scale, monkey
 
 def test_kernels_routes():
     """The path of each recipe, and the combinations that a Triton version gets wrong."""
-    def path(name, arch, version=(3, 9)):
-        return kernels.route(RECIPES[name], arch, version)
+    def path(name, arch):
+        return kernels.route(RECIPES[name], arch)
 
     archs = ("sm_80", "sm_90", "sm_100", "sm_103", "sm_120", "gfx950")
     for arch in archs:
@@ -908,8 +908,7 @@ def test_kernels_routes():
     assert [path("mxfp4", a) for a in archs] == ["cublas"] * 2 + ["fp4"] * 4
     assert [path("ufp4-mx", a) for a in archs] == ["cublas"] * 2 + ["fp8"] * 4
     assert [path("ufp4-e4m3", a) for a in archs] == ["cublas"] * 4 + ["fp4x4", "cublas"]
-    assert path("nvfp4", "sm_121", (3, 7)) == "cublas"
-    assert path("nvfp4", "sm_121", (3, 8)) == "fp4"
+    assert path("nvfp4", "sm_121") == ("cublas" if kernels.VERSION < (3, 8) else "fp4")
     other = replace(FORMATS["e2m1"], levels=(0.0, 1.0, 5.0))
     for changed, expected in (
             ({"scale": "e4m3", "fmt": "int4"}, "cublas"), ({"block": 8}, "torch"),
@@ -944,7 +943,7 @@ def test_kernels_what_products_compile_to(call, instruction, count, lowered):
 def test_kernels_what_quantizers_compile_to(call, lowered):
     """All of its code, per element of a tile; it keeps (nearly) all it needs in registers."""
     got = lowered[call].result()
-    assert got["spills"] <= 12 and got["per_element"] < 68, got
+    assert got["spills"] <= 12 and got["per_element"] < 66, got
 
 def as_if_on(arch, monkeypatch):
     """In the interpreter, which has no GPU but multiplies as Blackwell: routes of `arch`."""
@@ -1122,7 +1121,7 @@ def one_up(f):
     ("block_scale", one_up, "values of x for fprop, row"),
     ("bind", lambda f: lambda v, n: f(v[::-1], n), "values of x for fprop, row"),
     ("decode_kernel", lambda f: {(3,): lambda *a: None}, "cannot run a kernel here: KeyError"),
-    ("matmul", lambda f: lambda *a: f(*a) * 1.02, "Y of fprop, row 0, block 0")))
+    ("matmul", lambda f: lambda *a: f(*a) * 1.02, "Y of fprop, row ")))
 def test_kernels_their_check_catches_what_is_broken(name, broken, where, monkeypatch):
     """A warning says what differs and where, and the reference takes over."""
     monkeypatch.setattr(kernels, name, broken(getattr(kernels, name)))
