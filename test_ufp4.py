@@ -912,8 +912,8 @@ def test_kernels_routes():
     other = replace(FORMATS["e2m1"], levels=(0.0, 1.0, 5.0))
     for changed, expected in (
             ({"scale": "e4m3", "fmt": "int4"}, "cublas"), ({"block": 8}, "torch"),
-            ({"rht_block": 32}, "torch"), ({"rht_block": 32, "rht": ()}, "cublas"), ({"scale": max}, "torch"),
-            ({"fmt": other}, "torch")):
+            ({"rht_block": 32}, "torch"), ({"rht_block": 32, "rht": ()}, "cublas"),
+            ({"scale": max}, "torch"), ({"fmt": other}, "torch")):
         assert kernels.route(replace(RECIPES["ufp4"], **changed), "sm_120") == expected
 
 @pytest.fixture(scope="module", autouse=True)
