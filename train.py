@@ -579,7 +579,7 @@ def training_loop(s, model, optimizer, files, val, start):
         optimizer.step()
         optimizer.zero_grad()
         loads = [moe.balance() for moe in moes]
-        unread.append(torch.stack((loss, whole(norm), *loads)))     # not read yet, see below
+        unread.append(torch.stack((loss, whole(norm), *loads)))     # read below
 
         done = step + 1
         stops, last = any_process(signals), done == s.steps
