@@ -756,15 +756,15 @@ def test_kernels_equal_the_reference(fmt, scale):
     same(x, q, dataclasses.replace(q, signs=SIGNS, stochastic=True))
 
 @needs_kernels
-@pytest.mark.parametrize("fmt, dtype, n, scale", (
-    ("e1m2", torch.float16, 16, "fp32"),
-    *(("e2m1", torch.bfloat16, 16, scale) for scale in ONE_OF_EACH),
-    *(("e1m2", torch.float32, 16, scale) for scale in ONE_OF_EACH),
-    *(("e2m1", torch.float32, 32, scale) for scale in ONE_OF_EACH)))
-def test_kernels_know_every_magnitude_and_what_is_not_finite(fmt, dtype, n, scale):
+@pytest.mark.parametrize("fmt, dtype, stochastic, scale", (
+    ("e1m2", torch.float16, False, "fp32"),
+    *(("e2m1", torch.bfloat16, False, scale) for scale in ONE_OF_EACH),
+    *(("e1m2", torch.float32, False, scale) for scale in ONE_OF_EACH),
+    *(("e2m1", torch.float32, True, scale) for scale in ONE_OF_EACH)))
+def test_kernels_know_every_magnitude_and_what_is_not_finite(fmt, dtype, stochastic, scale):
     x = every_sort(dtype)
-    q = Quantizer(FORMATS[fmt], SCALES[scale], BLOCKS[scale], stochastic=n == 32)
-    same(x, q, dataclasses.replace(q, signs=random_signs(1, n)))
+    q = Quantizer(FORMATS[fmt], SCALES[scale], BLOCKS[scale], stochastic=stochastic)
+    same(x, q, dataclasses.replace(q, signs=random_signs(1)))
     x[6, 17], x[7, 18] = -math.inf, math.nan
     for rows in (x[6:], x[7:]) if scale == "e4m3_up" else (x,):
         same(F.pad(rows, (0, 0, 0, len(x) - len(rows)))[:, :32], q, None)
@@ -775,12 +775,11 @@ def test_kernels_equal_the_reference_on_any_shape(seed, monkeypatch):
     """Every remainder of the tiles, dtypes, strides, scales shared in tiles (as W's)."""
     r = random.Random(seed)
     monkeypatch.setattr(kernels, "SHAPES", dict.fromkeys(kernels.SHAPES, ((32, 32), {})))
-    scale, n = r.choice(tuple(SCALES)), r.choice((16, 32))
+    scale = r.choice(tuple(SCALES))
     q = Quantizer(FORMATS[r.choice(tuple(FORMATS))], SCALES[scale], BLOCKS[scale],
                   stochastic=seed % 2 == 0, tiles=seed % 2 == 1)
-    rotated = dataclasses.replace(q, signs=random_signs(seed, n))
-    unit = max(n, q.block)
-    R, C = (unit * r.choice((1, 2, 3)) for _ in range(2))
+    rotated = dataclasses.replace(q, signs=random_signs(seed))
+    R, C = (q.block * r.choice((1, 2, 3)) for _ in range(2))
     x = randn(2 * R, 2 * C, seed=seed).exp() * r.choice((1, 1e-3))
     x = x.to(r.choice((torch.float32, torch.bfloat16, torch.float16)))
     x = r.choice((lambda: x[:R, :C], lambda: x[::2, ::2],
@@ -834,7 +833,7 @@ def test_kernels_a_layers_operands_are_the_references(name, operand, gemms):
     recipe = replace(RECIPES[name], sr=("x", "dy"))
     x = randn(*((2, 32, 64) if operand == "w" else (64, 32)), seed=2)
     torch.manual_seed(3)
-    made = kernels.quantize(x.to(DEVICE), recipe, operand, *gemms, grouped=operand == "w")
+    made = kernels.quantize(x.to(DEVICE), recipe, operand, *gemms)
     torch.manual_seed(3)
     for got, gemm, v in zip(made, gemms, (x, x.mT)):
         if gemm is None:
@@ -857,7 +856,7 @@ def test_kernels_a_new_seed_has_new_signs_and_compiles_nothing():
     for seed, got in enumerate(made):
         expected = Quantizer(E1M2, signs=random_signs(seed))(x.cpu()).bfloat16()
         assert torch.equal(got.decoded().cpu(), expected)
-    assert kernels.signs_on(1, 16, x.device) is kernels.signs_on(1, 16, x.device)
+    assert kernels.signs_on(1, x.device) is kernels.signs_on(1, x.device)
 
 # ---- The kernels' products, and a layer on them --------------------------------------
 def within(got, a, b, rounded=False, results=0):
@@ -895,8 +894,8 @@ def test_kernels_matmul_multiplies_the_decoded_operands(path, fmt, scale, monkey
 
 def test_kernels_routes():
     """The path of each recipe, and the combinations that a Triton version gets wrong."""
-    def path(name, arch, version=(3, 9)):
-        return kernels.route(RECIPES[name], arch, version)
+    def path(name, arch):
+        return kernels.route(RECIPES[name], arch)
 
     archs = ("sm_80", "sm_90", "sm_100", "sm_103", "sm_120", "gfx950")
     for arch in archs:
@@ -906,13 +905,12 @@ def test_kernels_routes():
     assert [path("mxfp4", a) for a in archs] == ["cublas"] * 2 + ["fp4"] * 4
     assert [path("ufp4-mx", a) for a in archs] == ["cublas"] * 2 + ["fp8"] * 4
     assert [path("ufp4-e4m3", a) for a in archs] == ["cublas"] * 4 + ["fp4x4", "cublas"]
-    assert path("nvfp4", "sm_121", (3, 7)) == "cublas"
-    assert path("nvfp4", "sm_121", (3, 8)) == "fp4"
+    assert path("nvfp4", "sm_121") == ("cublas" if kernels.VERSION < (3, 8) else "fp4")
     other = replace(FORMATS["e2m1"], levels=(0.0, 1.0, 5.0))
     for changed, expected in (
             ({"scale": "e4m3", "fmt": "int4"}, "cublas"), ({"block": 8}, "torch"),
-            ({"rht_block": 8}, "torch"), ({"scale": max}, "torch"),
-            ({"fmt": other}, "torch")):
+            ({"rht_block": 32}, "torch"), ({"rht_block": 32, "rht": ()}, "cublas"),
+            ({"scale": max}, "torch"), ({"fmt": other}, "torch")):
         assert kernels.route(replace(RECIPES["ufp4"], **changed), "sm_120") == expected
 
 @pytest.fixture(scope="module", autouse=True)
@@ -942,7 +940,7 @@ def test_kernels_what_products_compile_to(call, instruction, count, lowered):
 def test_kernels_what_quantizers_compile_to(call, lowered):
     """All of its code, per element of a tile; it keeps (nearly) all it needs in registers."""
     got = lowered[call].result()
-    assert got["spills"] <= 12 and got["per_element"] < 68, got
+    assert got["spills"] <= 12 and got["per_element"] < 66, got
 
 def as_if_on(arch, monkeypatch):
     """In the interpreter, which has no GPU but multiplies as Blackwell: routes of `arch`."""
@@ -1083,7 +1081,7 @@ def test_kernels_backends_are_chosen_and_said(monkeypatch):
     monkeypatch.setenv("UFP4_BACKEND", "triton")
     chosen = ufp4.choose_backend(RECIPES["ufp4"], torch.device(DEVICE), torch.float32)
     assert chosen is kernels.QuantizedMatmul
-    for recipe, why in zip(odd, ("blocks and Hadamard matrices of 16", "no subclass of Recipe")):
+    for recipe, why in zip(odd, ("have blocks of 16 and 32", "no subclass of Recipe")):
         with pytest.raises(ValueError, match=why):
             ufp4.choose_backend(recipe, cpu, torch.float32)
     if kernels.INTERPRET or DEVICE == "cuda":
@@ -1120,7 +1118,7 @@ def one_up(f):
     ("block_scale", one_up, "values of x for fprop, row"),
     ("bind", lambda f: lambda v, n: f(v[::-1], n), "values of x for fprop, row"),
     ("decode_kernel", lambda f: {(3,): lambda *a: None}, "cannot run a kernel here: KeyError"),
-    ("matmul", lambda f: lambda *a: f(*a) * 1.02, "Y of fprop, row 0, block 0")))
+    ("matmul", lambda f: lambda *a: f(*a) * 1.02, "Y of fprop, row ")))
 def test_kernels_their_check_catches_what_is_broken(name, broken, where, monkeypatch):
     """A warning says what differs and where, and the reference takes over."""
     monkeypatch.setattr(kernels, name, broken(getattr(kernels, name)))

@@ -130,7 +130,7 @@ class MoE(nn.Module):
         numbers = torch.arange(len(self.bias), device=x.device)     # 0, ..., E - 1
         # The rows of an expert end here; one without tokens ends where it begins
         offsets = torch.searchsorted(expert, numbers, right=True).int()     # (E)
-        if self.training:       # recomputation counts each token twice: ratios stay
+        if self.training:       # balance() takes ratios: --remat counts tokens twice
             self.load += torch.diff(offsets, prepend=offsets.new_zeros(1))
         copies = flat[:, None].expand(-1, self.top_k, -1).flatten(0, 1)     # (M k, C)
         gate, up = self.fc1(copies[order], offsets).chunk(2, -1)
@@ -262,7 +262,7 @@ class Settings:
     prompt: str = None              # only continue this text; with --resume or --branch
     device: str = "cuda" if GPU else "cpu"      # cpu, cuda, cuda:1, mps, ...
     dtype: str = None               # of products (default: bfloat16 if hardware has it)
-    compile: bool = False           # torch.compile blocks; experts: bfloat16 only
+    compile: bool = False           # torch.compile blocks (with experts only bfloat16)
     remat: bool = False             # activation checkpointing: less memory, more time
     grad_accum: positive = 1        # gradient accumulation steps
     min_lr: real = 0.1              # last learning rate, as a fraction of the peak
@@ -365,8 +365,8 @@ def make_recipe(s):
 # --- Data ----------------------------------------------------------------------------
 
 def windows(files, starts, s):
-    """-> tokens (B, T), and targets (B, T), which are the next tokens. Starts number
-    the places where a window fits: first those of file 0, then of file 1, and so on."""
+    """-> tokens (B, T), and targets (B, T), which are the next tokens. A start is the
+    number of a place where a window fits, counted through file 0, then 1, and so on."""
     rows = []
     for i in starts:
         for tokens in files:
@@ -520,7 +520,7 @@ def train(s):
     dataset = prepare(s.data)           # the files are there now
     check(dataset, s.seq_len + 1)
     files, val = [read_tokens(p) for p in dataset.train], read_tokens(dataset.val[0])
-    # For the log: which data, in which version. A folder's name has a text's checksum
+    # For the log: the name of the data's folder, which has the checksum of a text file
     settings = log_settings(s, f"{dataset.train[0].parent.name}-{len(files)}")
     if s.resume or s.branch:
         start = restore(s, settings, state_of(model, optimizer))
@@ -579,7 +579,7 @@ def training_loop(s, model, optimizer, files, val, start):
         optimizer.step()
         optimizer.zero_grad()
         loads = [moe.balance() for moe in moes]
-        unread.append(torch.stack((loss, whole(norm), *loads)))     # not read yet
+        unread.append(torch.stack((loss, whole(norm), *loads)))     # read below
 
         done = step + 1
         stops, last = any_process(signals), done == s.steps
@@ -625,7 +625,7 @@ def diverged(what):
 
 # --- Checkpoints and the log ---------------------------------------------------------
 # A step is validated, logged, then saved. So each checkpoint has its line in the log,
-# and --resume need not validate again. The price: a run that dies while it validates
+# and --resume makes none anew. The price: a run that dies while it validates
 # trains again from the checkpoint before. --resume drops the log's lines after that.
 
 def checkpoints(out):
@@ -679,7 +679,7 @@ def restore(s, settings, state):
     if not path.exists():
         raise ValueError(f"there is no checkpoint {path}")
     before = read_log(path.parent / "log.jsonl")[0]["settings"]
-    if s.resume:                # a run that began as a branch stays one in the log
+    if s.resume:                # for start_log(): what began as a branch stays one
         settings["branch"] = before["branch"]
     if s.prompt is not None:    # no data is read
         may_differ = may_differ | {"data"}
@@ -730,7 +730,8 @@ def commit():
 
 # --- Comparing runs ------------------------------------------------------------------
 # --resume may change these settings. They change no numbers, or only their rounding and
-# random bits (device, compile and grad_accum). --branch need not be given again.
+# random bits (device, compile and grad_accum, which also sets the tokens of `noise`).
+# --branch need not be given again.
 FREE = {"out", "device", "eval_interval", "save_interval", "log_interval", "sample",
         "compile", "remat", "grad_accum", "resume", "branch", "prompt"}
 RECIPE_FLAGS = {"recipe", "keep_bf16", *RECIPE_FIELDS}
