@@ -1363,33 +1363,42 @@ def lower(kernel, name, arch):
         rows, cols = map(kernels.operand_of, calls()[name])
         (TR, TC), options = kernels.SHAPES[rows is not None, cols is not None]
         constants = dict(ROWS=rows, COLS=cols, TR=TR, TC=TC, amax_ptr=None, stride_c=1)
-        types = "*bf16 *fp32 *fp32 *i32 *fp32 *i32 *fp32 *fp32 *u32 i32 i32 i32 i32".split()
+        types = ("*bf16 *fp32 *fp32 *i32 *fp32 *i32 *fp32 *fp32 *u32 "
+                 "i32 i32 i32 i32").split()
     else:
         path, block = kernels.route(RECIPES[name], arch), RECIPES[name].block
         (BM, BN, BK), options = kernels.product_shape(path, block, arch)
         codes, width = ("u8", BK // 2) if path == "fp4" else ("i32", BK // 8)
-        scale, none = ("fp8e4nv", {}) if block == 16 else ("u8", {"a_t_ptr": None, "b_t_ptr": None})
-        types = [f"tensordesc<{t}>" for rows in (BM, BN) for t in (
-            f"{codes}[{rows}, {width}]", f"{scale}[{rows // 128}, {BK // block // 4}, 2, 256]")]
-        constants = dict(PATH=path, BLOCK=block, BM=BM, BN=BN, BK=BK, **none)
+        constants = dict(PATH=path, BLOCK=block, BM=BM, BN=BN, BK=BK)
+        scale = "fp8e4nv" if block == 16 else "u8"
+        if block != 16:                             # no scale for the whole tensor
+            constants |= {"a_t_ptr": None, "b_t_ptr": None}
+        types = []
+        for rows in (BM, BN):
+            types += [f"tensordesc<{codes}[{rows}, {width}]>",
+                      f"tensordesc<{scale}[{rows // 128}, {BK // block // 4}, 2, 256]>"]
         types += "*bf16 *fp32 *fp32 i32 i32 i32".split()
     function = getattr(kernels, kernel)
     types = dict(zip(function.arg_names, types)) | dict.fromkeys(constants, "constexpr")
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(function.arg_names)
                if types[n][0] in "*i" and n not in ("a_t_ptr", "b_t_ptr")}
     cuda = arch.startswith("sm_")
-    asm = kernels.triton.compile(
-        ASTSource(function, types, constants, aligned), options=options,
-        target=GPUTarget("cuda", int(arch[3:]), 32) if cuda else GPUTarget("hip", arch, 64)).asm
-    found = collections.Counter(re.findall(r"(?:tcgen05\.|\bw?g?)mma[._][^ ;]*|v_mfma\S*",
-                                           asm["ptx" if cuda else "amdgcn"]))
-    result = {"instruction": " + ".join(name.split(".f32")[0] for name in found),  # less the types
-              "count": sum(found.values())}
+    target = GPUTarget("hip", arch, 64)
+    if cuda:
+        target = GPUTarget("cuda", int(arch[3:]), 32)
+    asm = kernels.triton.compile(ASTSource(function, types, constants, aligned),
+                                 options=options, target=target).asm
+    text = asm["ptx" if cuda else "amdgcn"]
+    found = collections.Counter(re.findall(
+        r"(?:tcgen05\.|\bw?g?)mma[._][^ ;]*|v_mfma\S*", text))
+    names = [name.split(".f32")[0] for name in found]           # without the types
+    result = {"instruction": " + ".join(names), "count": sum(found.values())}
     if not cuda:
-        return result | {"spills": int(re.search(r"vgpr_spill_count:\s*(\d+)", asm["amdgcn"])[1])}
+        spills = re.search(r"vgpr_spill_count:\s*(\d+)", asm["amdgcn"])[1]
+        return result | {"spills": int(spills)}
     ops = re.findall(r"\t(?:@!?U?P\w+ )?(?!NOP)([A-Z][\w.]+)", asm["sass"])
     if kernel == "quantize_kernel":
-        result["per_element"] = len(ops) / (TR * TC / 128)          # 4 warps share a tile
+        result["per_element"] = len(ops) / (TR * TC / 128)      # 4 warps share a tile
     return result | {"spills": sum(op.startswith(("STL", "LDL")) for op in ops)}
 
 def lowering(*call):
@@ -1397,11 +1406,13 @@ def lowering(*call):
 
     A compiler that fails an assertion ends its process: {"error": its last line}."""
     env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_ALWAYS_COMPILE": "1"}
-    code = "import json, sys, bench; print(json.dumps(bench.lower(*json.loads(sys.argv[1]))))"
-    done = subprocess.run([sys.executable, "-c", code, json.dumps(call)], cwd=HERE, text=True,
-                          capture_output=True, env=env)
-    lines = (done.stderr if done.returncode else done.stdout).strip().splitlines() or ["it died"]
-    return {"error": lines[-1]} if done.returncode else json.loads(lines[-1])
+    code = ("import json, sys, bench; "
+            "print(json.dumps(bench.lower(*json.loads(sys.argv[1]))))")
+    done = subprocess.run([sys.executable, "-c", code, json.dumps(call)], cwd=HERE,
+                          text=True, capture_output=True, env=env)
+    if done.returncode:
+        return {"error": (done.stderr.strip().splitlines() or ["it died"])[-1]}
+    return json.loads(done.stdout.strip().splitlines()[-1])
 
 def bench_dispatch(args):
     import kernels
@@ -1418,7 +1429,8 @@ def bench_dispatch(args):
 
     def table(what, cell, rows, columns):
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            cells = {row: pool.map(cell, itertools.repeat(row), columns) for row in rows}
+            cells = {row: pool.map(cell, itertools.repeat(row), columns)
+                     for row in rows}
         return [[f"{what} (Triton {kernels.triton.__version__})", *columns],
                 *([row, *found] for row, found in cells.items())]
     finish("dispatch", {
@@ -1449,20 +1461,23 @@ def bench_kernels(args):
         return torch.ops.ufp4.quantize(x, 0, keys, *names)     # 0: the seed of signs
     on_gpu, keys = {"device": "cuda", "dtype": torch.bfloat16}, random_keys("cuda")
     x, w, y = (torch.randn(8192, 8192, **on_gpu) for _ in range(3))
-    copied = 2 * x.nbytes / median(timed(lambda: y.copy_(x)))            # bytes a millisecond
+    copied = 2 * x.nbytes / median(timed(lambda: y.copy_(x)))   # bytes a millisecond
     targets = "at least 0.75 (0.85)", "at least 0.55 (0.75)", "at least 0.40 (0.55)"
     for (name, names), target in zip(calls().items(), targets):
         ms = timed(lambda: quantize(names, x))
         moved = x.nbytes + sum(t.nbytes for t in quantize(names, x))
-        row(f"quantize, {name}: share of copy bandwidth", target, moved / median(ms) / copied, ms)
+        row(f"quantize, {name}: share of copy bandwidth", target,
+            moved / median(ms) / copied, ms)
     rotated = calls()["one orientation, nearest"]
     plain = [kernels.operand_name(Quantizer(ufp4.E1M2), "packed"), None]
-    unrotated, ms = median(timed(lambda: quantize(plain, x))), timed(lambda: quantize(rotated, x))
-    row("RHT + quantize in one kernel / quantize alone", "at most 1.06 (1.02), the paper's",
-        median(ms) / unrotated, ms)
+    unrotated = median(timed(lambda: quantize(plain, x)))
+    ms = timed(lambda: quantize(rotated, x))
+    row("RHT + quantize in one kernel / quantize alone",
+        "at most 1.06 (1.02), the paper's", median(ms) / unrotated, ms)
     h = ufp4.rht(torch.eye(16), RECIPES["ufp4"].signs).to(x)
     ms = timed(lambda: quantize(plain, (x.view(-1, 16) @ h).view(x.shape)))
-    row("RHT, then quantize / quantize alone", "the paper's 1.62", median(ms) / unrotated, ms)
+    row("RHT, then quantize / quantize alone", "the paper's 1.62",
+        median(ms) / unrotated, ms)
     a, b = (kernels.Packed(*quantize(rotated, t)[:2], None, rotated[0]) for t in (x, w))
     cublas = median(timed(lambda: torch.mm(x, w.T, out=y)))
     ms = timed(lambda: kernels.matmul(a, b, x.dtype))
@@ -1470,7 +1485,8 @@ def bench_kernels(args):
         cublas / median(ms), ms)
     v, dy = (torch.randn(8192, 4096, **on_gpu) for _ in range(2))
     v.requires_grad_()
-    layers = [ufp4.Linear(4096, 4096, bias=False, **on_gpu, recipe=r) for r in ("bf16", "ufp4")]
+    layers = [ufp4.Linear(4096, 4096, bias=False, **on_gpu, recipe=recipe)
+              for recipe in ("bf16", "ufp4")]
     passes = [lambda layer=layer: torch.autograd.grad(layer(v), (v, layer.weight), dy)
               for layer in layers]
     waiting = [lambda f=f: (f(), torch.cuda.synchronize()) for f in passes]
@@ -1479,12 +1495,15 @@ def bench_kernels(args):
     against_bf16("the same, of the GPU's time alone", "", *map(timed, passes))
     for name, target, flags in (
             ("`small`", "at most 1.6 (1.3)", "--model small"),
-            ("1B parameters", "at most 1.3 (1.15)", "--model small --layers 16 --dim 2048 "
-             "--heads 16 --hidden 5632 --seq-len 2048 --batch-size 4")):
-        s = train.parse_args(f"{flags} --compile --device cuda --dtype bfloat16".split())
-        torch.compiler.reset()          # or this model's sizes would be variables after another's
+            ("1B parameters", "at most 1.3 (1.15)",
+             "--model small --layers 16 --dim 2048 --heads 16 --hidden 5632 "
+             "--seq-len 2048 --batch-size 4")):
+        flags += " --compile --device cuda --dtype bfloat16"
+        s = train.parse_args(flags.split())
+        torch.compiler.reset()      # or a second model's sizes would be variables
         steps = [training_step(s, recipe, 50304) for recipe in ("bf16", "ufp4")]
-        against_bf16(f"training step, {name}, compiled", target, *interleaved(steps, 30))
+        against_bf16(f"training step, {name}, compiled", target,
+                     *interleaved(steps, 30))
     finish("kernels", {"kernels": rows})
 
 def bench_tune(args):
@@ -1494,15 +1513,18 @@ def bench_tune(args):
     x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     keys = random_keys("cuda")
     for name, names in calls().items():
-        for tile, registers in itertools.product(((32, 128), (64, 64), (64, 128)), (64, 128)):
-            kernels.SHAPES = dict.fromkeys(kernels.SHAPES, (tile, {"maxnreg": registers}))
+        for tile, registers in itertools.product(((32, 128), (64, 64), (64, 128)),
+                                                 (64, 128)):
+            shape = tile, {"maxnreg": registers}
+            kernels.SHAPES = dict.fromkeys(kernels.SHAPES, shape)
             ms = do_bench(lambda: torch.ops.ufp4.quantize(x, 0, keys, *names),
                           return_mode="all")
-            print(f"{spread(ms, '{:.3f}')} ms: {name}, {tile}, {registers} registers", flush=True)
+            print(f"{spread(ms, '{:.3f}')} ms: {name}, {tile}, {registers} registers",
+                  flush=True)
 
 # ---- plan: what a run costs, counted, not measured ----
-# Dense peaks in TFLOP/s by path of kernels.route, where another multiplies in BF16; from NVIDIA's
-# data sheets: H200 (half the figures with sparsity), an eighth of HGX B200's.
+# Peaks in TFLOP/s without sparsity, by path of kernels.route; a path that is not here
+# multiplies in BF16. From NVIDIA's data sheets of the H200 and, an eighth, the HGX B200
 PEAKS = {"H200": ("sm_90", {"bf16": 989}),
          "B200": ("sm_100", {"bf16": 2250, "fp8": 4500, "fp4": 9000})}
 
@@ -1514,25 +1536,29 @@ def bench_plan(args):
     quantized = 6 * sum(m.weight.numel() for m in model.modules()
                         if isinstance(m, ufp4.Linear) and m.recipe.fmt is not None)
     layer = sum(p.numel() for p in model.blocks.parameters()) / s.layers
-    cast = s.layers if recipe.fmt is None else s.keep_bf16      # layers that multiply in BF16
-    # Numbers of a token in a block that the backward pass needs: the layers' inputs, in 4 bits if
-    # quantized; in BF16 qkv, the turned q and k, attention's output, of an MLP gate, up and
-    # silu(gate), and what a mixture sums; in float32 the two norms' inputs and outputs
-    mlps = s.top_k + 1                                          # with the shared or only one
+    cast = s.layers if recipe.fmt is None else s.keep_bf16      # that multiply in BF16
+    # Numbers of a token in a block that the backward pass needs. The layers' inputs are
+    # in 4 bits if quantized. In BF16 are qkv, the turned q and k, attention's output,
+    # of an MLP gate, up and silu(gate), and what a mixture sums; in float32 the two
+    # norms' inputs and outputs
+    mlps = s.top_k + 1                                  # with the shared or only one
     inputs = 2 * s.dim + mlps * (s.dim + s.hidden)
     bf16 = 6 * s.dim + 3 * mlps * s.hidden + s.top_k * s.dim
-    scale = 4 if recipe.scale is ufp4.scale_fp32 else 1                     # bytes a block
+    scale = 4 if recipe.scale is ufp4.scale_fp32 else 1     # bytes a block
     kept = 2 if recipe.fmt is None else 0.5 + scale / recipe.block
     block = kept * inputs + 2 * bf16 + 4 * 4 * s.dim
     blocks = 4 * s.dim * s.layers + block if s.remat else block * s.layers
     tokens = s.batch_size * s.seq_len // (gpus * s.grad_accum)
-    sizes = {"weights, gradients and AdamW's state": 16 * total / gpus,
-             # by FSDP: embedding, head and their gradients; two blocks, and the gradient of one
-             "gathered": 4 * (2 * (total - s.layers * layer) + 3 * layer) * (gpus > 1),
-             "weights cast to BF16": 2 * (model.lm_head.weight.numel()
-                                          + layer * (min(1, cast) if s.remat else cast)),
-             f"activations of {tokens} tokens": tokens * (
-                 blocks + 10 * (s.dim + vocabulary(s.data)))}
+    cast_layers = min(1, cast) if s.remat else cast
+    outside = total - s.layers * layer                      # embedding, head and norm
+    sizes = {
+        "weights, gradients and AdamW's state": 16 * total / gpus,
+        # by FSDP: what is outside, with gradients; two blocks, and the gradient of one
+        "gathered": 4 * (2 * outside + 3 * layer) * (gpus > 1),
+        "weights cast to BF16": 2 * (model.lm_head.weight.numel()
+                                     + layer * cast_layers),
+        f"activations of {tokens} tokens": tokens * (
+            blocks + 10 * (s.dim + vocabulary(s.data)))}
     print(f"{s.model}, {train.variant(s)}, {gpus} GPUs: {total / 1e9:.3f}B parameters, "
           f"{active / 1e9:.3f}B active a token, {flops / 1e9:.3f} GFLOPs a token, "
           f"{quantized / flops:.0%} of them in quantized layers other than experts")
@@ -1545,15 +1571,19 @@ def bench_plan(args):
         return
     for gpu, (arch, peaks) in PEAKS.items():
         path = kernels.route(recipe, arch)              # experts' products are in BF16
-        seconds = quantized / peaks.get(path, peaks["bf16"]) + (flops - quantized) / peaks["bf16"]
-        print(f"at most {gpus * 1e12 / seconds:,.0f} tokens/s on {gpu}, path {path} ({arch})")
+        seconds = quantized / peaks.get(path, peaks["bf16"])
+        seconds += (flops - quantized) / peaks["bf16"]
+        print(f"at most {gpus * 1e12 / seconds:,.0f} tokens/s on {gpu}, path {path} "
+              f"({arch})")
 
 def main(argv=None):
-    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP, in a single process
+    # Saving warns of this, but one process needs none
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")
     parser = argparse.ArgumentParser(description="Each claim, one command.")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("train", add_help=False, help="takes the flags of train.py")
-    p = commands.add_parser("plan", allow_abbrev=False, help="takes the flags of train.py too")
+    p = commands.add_parser("plan", allow_abbrev=False,
+                            help="takes the flags of train.py too")
     p.add_argument("--gpus", type=train.positive, default=1, metavar="N")
     p = commands.add_parser("runs", help="your runs of train.py: a table and curves")
     p.add_argument("dirs", nargs="*", type=Path, default=[Path("out")], metavar="DIR",
@@ -1569,7 +1599,8 @@ def main(argv=None):
     p.add_argument("--jobs", type=train.positive, metavar="N", help="runs at a time",
                    default=1 if torch.cuda.is_available() else os.cpu_count())
     args, rest = parser.parse_known_args(argv)
-    if args.command in ("train", "sqnr", "study") and not (train.GPU or train.hardware("cpu")[1]):
+    has_bf16 = train.GPU or train.hardware("cpu")[1]
+    if args.command in ("train", "sqnr", "study") and not has_bf16:
         bf16_by_float32()
     if args.command == "train":
         return train.main(rest)
@@ -1580,7 +1611,7 @@ def main(argv=None):
     if rest and args.command != "plan" and not studies:
         parser.error(f"unknown arguments: {' '.join(rest)}")
     if args.command in ("kernels", "tune"):
-        os.environ["UFP4_BACKEND"] = "triton"           # an error rather than the reference
+        os.environ["UFP4_BACKEND"] = "triton"       # an error rather than the reference
         if not torch.cuda.is_available():
             parser.error("this measures a GPU, and torch finds none here; see dispatch")
     try:
