@@ -964,7 +964,7 @@ def recipe_table(runs, model, groups):
                      *found, ""])
     return measured(rows)
 
-FRONT_MODEL = "dense-0.9m"              # of the front page
+FRONT_MODEL = "dense-0.3m"              # of the front page
 
 def front_table(runs):
     """The front page's: a recipe, what it is, its loss error here and in the paper."""
@@ -1084,21 +1084,25 @@ FRONT = {"bf16": "bf16\nno quantization", "ufp4": "ufp4\nuniform grid",
 def draw_front(fig, runs, models):
     """A bar for each recipe of FRONT, and a hollow bar where the paper has a value."""
     ax, model = fig.subplots(), models[FRONT_MODEL]
+
+    def label(at, height, what):
+        ax.annotate(what, (at, height), (0, 4), textcoords="offset points", ha="center")
+
     for at, recipe in enumerate(FRONT):
         color, left = COLORS[kind_of(recipe)], at - 0.2 * (recipe in PAPER)
         found = contrast(runs, FRONT_MODEL, {recipe: 100})
         mean, half = found or (math.nan, None)
         if recipe == "bf16":
-            ax.text(at, 0.03, "0", ha="center", va="bottom")
+            label(at, 0, "0")
         elif math.isfinite(mean):
             ax.bar(left, mean, 0.36, yerr=half or 0, color=color, capsize=5)
-            ax.text(left, mean + (half or 0) + 0.02, f"{mean:.2f}", ha="center")
+            label(left, mean + (half or 0), f"{mean:.2f}")
             seeds = len(errors_of(runs, FRONT_MODEL, recipe))
             ax.text(left, 0.03, f"{seeds}\nseeds", ha="center", color="white")
         if recipe in PAPER:
             value = float(PAPER[recipe])
             ax.bar(at + 0.2, value, 0.34, facecolor="white", edgecolor=color, lw=2)
-            ax.text(at + 0.2, value + 0.02, f"{value:.2f}", ha="center")
+            label(at + 0.2, value, f"{value:.2f}")
     # two bars of no height, for the legend
     ax.bar(0, math.nan, color="#666666",
            label=f"measured here: {model['parameters'] / 1e6:.1f}M parameters, "
