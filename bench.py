@@ -517,8 +517,8 @@ def load_model(flags, checkpoint):
 
 def bench_sqnr(args):
     out = HERE / "out" / "bench" / "sqnr"
-    flags = [*MODELS["dense-10m"], "--out", str(out),
-             *"--recipe bf16 --steps 300 --device cpu --dtype bfloat16".split()]
+    flags = [*size("nano", 6, 384, 6, 1024, steps=300), "--out", str(out),
+             *"--recipe bf16 --device cpu --dtype bfloat16".split()]
     if not (out / "ckpt-0000300").exists():
         shutil.rmtree(out, ignore_errors=True)      # what a stopped run has left
         train.train(train.parse_args(flags))
@@ -987,7 +987,8 @@ def series(study, models):
     return [model for model in STUDIES[study] if model in models]
 
 def scaling_table(runs, models):
-    rows = [["model", "parameters, M", "a token's", "text, MB", "times the corpus",
+    rows = [["model", "parameters, M", "used by a token, M", "text, MB",
+             "passes over the corpus",
              *(f"`{recipe}`, % (seeds)" for recipe in CORE),
              "`e2m1` minus `ufp4`, %", *SETTLED, "`ufp4` smaller by, %"]]
     for model in series("scaling", models):
