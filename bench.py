@@ -8,6 +8,8 @@
     python bench.py study scaling   the same by size, 20 bytes for each parameter
     python bench.py study length    by the length of the text
     python bench.py study depth     by depth: does shrinkage compound?
+    python bench.py study scratch   whole runs under a recipe: why the others branch
+    python bench.py study lr        is the learning rate right?
     python bench.py dispatch    what the kernels compile to on GPUs not here (5 min)
     python bench.py kernels     their speed on this GPU, against copying and cuBLAS
     python bench.py tune        which tiles and registers are fastest on this GPU
@@ -39,7 +41,6 @@ import subprocess
 import sys
 import threading
 import time
-import unittest.mock
 import warnings
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -739,6 +740,7 @@ def bf16_by_float32():
         return product
     for name in ("linear", "grouped_mm", "scaled_dot_product_attention"):
         setattr(F, name, rounded(getattr(F, name)))
+
 key = operator.itemgetter("model", "recipe", "estimator", "seed")   # of a job or record
 
 def train_all(args, jobs):
