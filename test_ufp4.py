@@ -1,5 +1,7 @@
-"""Each test states one property and compares it with an oracle of its own: codes written out by
-hand, exact fractions, float64, brute force. Those of ufp4.py alone: pytest -k core test_ufp4.py"""
+"""Each test states one property and compares it with an oracle of its own: codes
+written out by hand, exact fractions, float64, brute force.
+
+Those of ufp4.py alone: pytest -k core test_ufp4.py"""
 import argparse
 import concurrent.futures
 import contextlib
@@ -32,38 +34,47 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils._python_dispatch import TorchDispatchMode
 
+# Set before triton is imported, this runs its kernels on the CPU.
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"        # before triton is imported: runs kernels on the CPU
+    os.environ["TRITON_INTERPRET"] = "1"
 
 import bench
 import train
 import ufp4
 from data import prepare
-from ufp4 import (E1M2, E2M1, FORMATS, GEMMS, RECIPES, SCALES, Quantizer, Recipe, fake_quantize,
-                  quantize, random_key, random_signs, random_uniform, rht)
+from ufp4 import (E1M2, E2M1, FORMATS, GEMMS, RECIPES, SCALES, Quantizer, Recipe,
+                  fake_quantize, quantize, random_key, random_signs, random_uniform,
+                  rht)
 
 HERE = Path(__file__).resolve().parent
 INF, NAN = math.inf, math.nan
 SMALLEST, LARGEST = 2.0**-149, torch.finfo(torch.float32).max
-SCALE_BLOCKS = (("fp32", 16), ("e4m3", 16), ("e4m3_up", 16), ("e8m0", 32), ("e8m0_up", 32))
+SCALE_BLOCKS = (("fp32", 16), ("e4m3", 16), ("e4m3_up", 16),
+                ("e8m0", 32), ("e8m0_up", 32))
 # The formats, written out by hand: magnitudes by code, and the grids that are used
 MAGNITUDES = {"e2m1": [0, 0.5, 1, 1.5, 2, 3, 4, 6], "int4": [0, 1, 2, 3, 4, 5, 6, 7],
               "e1m2": [0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75]}
-GRIDS = MAGNITUDES | {f"e2m1-max{m}": [v for v in MAGNITUDES["e2m1"] if v <= m] for m in (2, 3, 4)}
-QUANTIZED = ("ufp4", "e2m1", "ufp4-int4", "ufp4-e4m3", "ufp4-mx", "e2m1-full-rht", "nvfp4", "mxfp4")
+GRIDS = MAGNITUDES | {f"e2m1-max{m}": [v for v in MAGNITUDES["e2m1"] if v <= m]
+                      for m in (2, 3, 4)}
+QUANTIZED = ("ufp4", "e2m1", "ufp4-int4", "ufp4-e4m3", "ufp4-mx", "e2m1-full-rht",
+             "nvfp4", "mxfp4")
 every_format = pytest.mark.parametrize("name", GRIDS)
 every_scale = pytest.mark.parametrize("scale,block", SCALE_BLOCKS)
 
 @pytest.fixture(autouse=True)
 def seeded_and_eager():
-    """What a test draws from torch's default generator does not depend on the tests before it.
-    What takes seconds to compile runs eagerly, but in tests of torch.compile, with @compiling()."""
+    """What a test draws from torch's default generator does not depend on the tests
+    before it.
+
+    What takes seconds to compile runs eagerly, but in tests of torch.compile, with
+    @compiling()."""
     torch.manual_seed(0)
     with torch.compiler.set_stance("force_eager"):
         yield
 
 compiling = functools.partial(torch.compiler.set_stance, "default")
-needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler here")
+needs_compiler = pytest.mark.skipif(not shutil.which("g++"),
+                                    reason="no C++ compiler here")
 
 def gen(seed=0):
     return torch.Generator().manual_seed(seed)
@@ -71,16 +82,19 @@ def gen(seed=0):
 def same_bits(a, b):
     """Equal bit for bit, the sign of zero included; NaN equals NaN."""
     nan = a.isnan() & b.isnan()
-    return a.dtype == b.dtype and bool((nan | (a.view(torch.int32) == b.view(torch.int32))).all())
+    return (a.dtype == b.dtype
+            and bool((nan | (a.view(torch.int32) == b.view(torch.int32))).all()))
 
 def adversarial():
-    """(48, 64) float32: ties, -0.0, a huge value; the first 9 rows have float32's extremes."""
+    """(48, 64) float32: ties, -0.0, a huge value;
+    the first 9 rows have float32's extremes."""
     g = gen(7)
     rows = [torch.randn(64, generator=g) * size for size in (1e-40, 1e-44, 1e-30, 1e37)]
     rows += [torch.full((64,), v) for v in (0.0, -0.0, SMALLEST, LARGEST, -LARGEST)]
     spike = torch.randn(64, generator=g) * 1e-3
     spike[5] = 1e4
-    return torch.stack(rows + [spike, torch.arange(64) / 8 - 4, *torch.randn(37, 64, generator=g)])
+    eighths = torch.arange(64) / 8 - 4
+    return torch.stack(rows + [spike, eighths, *torch.randn(37, 64, generator=g)])
 
 def slope(q, x):
     """<Q(x), x> / <x, x>, and its standard error if the rows are independent."""
@@ -91,22 +105,25 @@ def slope(q, x):
 def close(got, expected, length):
     """Equal up to roundings, to float32, of a sum of `length` products."""
     size = expected.detach().abs().max() * length**0.5
-    return torch.allclose(got.double(), expected.double(), rtol=0, atol=float(size * 2**-22))
+    bound = float(size * 2**-22)
+    return torch.allclose(got.double(), expected.double(), rtol=0, atol=bound)
 
-# ---- Formats, rounding to nearest, scales --------------------------------------------------------
+# ---- Formats, rounding to nearest, scales --------------------------------------------
 @pytest.mark.parametrize("name", MAGNITUDES)
 def test_core_levels_and_all_16_codes(name):
     codes = [c for c in range(16) if not (name == "int4" and c == 8)]           # no -8
     if name == "int4":
         values = [float(c - 16 if c > 7 else c) for c in codes]
     else:
-        values = [math.copysign(MAGNITUDES[name][c & 7], -1 if c & 8 else 1) for c in codes]
+        values = [math.copysign(MAGNITUDES[name][c & 7], -1 if c & 8 else 1)
+                  for c in codes]
     assert list(FORMATS[name].levels) == MAGNITUDES[name]
     codes, x = (codes + [0])[:16], torch.tensor((values + [0.0])[:16])
     assert not quantize(torch.zeros(16), name).codes.any()
-    q = quantize(x, name)                                   # amax is g_max, so the scale is 1
+    q = quantize(x, name)                   # amax is g_max, so the scale is 1
     assert q.scale.tolist() == [1.0] and same_bits(q.dequantize(), x)
-    assert q.codes.tolist() == [low + 16 * high for low, high in zip(codes[::2], codes[1::2])]
+    packed = [low + 16 * high for low, high in zip(codes[::2], codes[1::2])]
+    assert q.codes.tolist() == packed
 
 @every_format
 def test_core_nearest_rounding_is_brute_force_with_ties_to_even(name):
@@ -114,25 +131,32 @@ def test_core_nearest_rounding_is_brute_force_with_ties_to_even(name):
     ties = np.array([(a + b) / 2 for a, b in zip(levels, levels[1:])], dtype=np.float32)
     points = np.concatenate([ties, *(np.nextafter(ties, np.float32(v)) for v in (0, 9)),
                              np.linspace(0, GRIDS[name][-1], 2001, dtype=np.float32)])
-    nearest = [min(range(len(levels)), key=lambda i: (abs(Fraction(a) - levels[i]), i % 2))
-               for a in points.tolist()]
-    expected, points = torch.tensor(GRIDS[name]).float()[nearest], torch.from_numpy(points)
-    top = torch.full_like(points, GRIDS[name][-1])          # makes the scale of each block 1
+    nearest = []
+    for a in points.tolist():
+        distances = [abs(Fraction(a) - level) for level in levels]
+        nearest.append(min(range(len(levels)), key=lambda i: (distances[i], i % 2)))
+    grid = torch.tensor(GRIDS[name]).float()
+    expected, points = grid[nearest], torch.from_numpy(points)
+    # This makes the scale of each block 1.
+    top = torch.full_like(points, GRIDS[name][-1])
     x = torch.stack((points, -points, *[top] * 14), 1)
-    assert torch.equal(fake_quantize(x, name)[:, :2], torch.stack((expected, -expected), 1))
+    assert torch.equal(fake_quantize(x, name)[:, :2],
+                       torch.stack((expected, -expected), 1))
 
 @every_format
 def test_core_the_gaussian_slope_in_closed_form_is_what_is_measured(name):
     x = torch.randn(150_000, 16, generator=gen())
-    (alpha, se), closed = slope(fake_quantize(x, name), x), bench.gaussian_slope(GRIDS[name])
+    y = fake_quantize(x, name)
+    (alpha, se), closed = slope(y, x), bench.gaussian_slope(GRIDS[name])
     assert abs(alpha - closed) < 4 * se < 1e-3
     assert name not in ("e2m1", "e1m2") or f"{closed:.4f}" in ufp4.__doc__
 
 @pytest.mark.parametrize("name", ["e2m1", "e1m2"])
 @pytest.mark.parametrize("scale", ["e4m3", "e4m3_up"])
 def test_core_e4m3_scales_are_in_the_table_of_e4m3_numbers(name, scale):
+    # All of them but the 128th, which is NaN.
     table = np.array([(m / 8 + (e > 0)) * 2.0 ** (max(e, 1) - 7)
-                      for e in range(16) for m in range(8)][:127])      # the 128th is NaN
+                      for e in range(16) for m in range(8)][:127])
     assert table[-1] == 448
     g_max, one = np.float32(GRIDS[name][-1]), np.float32(1)
     t = one / (448 * g_max)
@@ -144,7 +168,7 @@ def test_core_e4m3_scales_are_in_the_table_of_e4m3_numbers(name, scale):
     assert got_t == t
     reaches = np.searchsorted(largest_level, amax).clip(0, 126)     # the first one
     r = (amax / g_max / t).astype(np.float64)
-    above = np.searchsorted(table, r).clip(1, 126)                      # the smallest that is >= r
+    above = np.searchsorted(table, r).clip(1, 126)          # the smallest that is >= r
     up, down = table[above] - r, r - table[above - 1]
     nearest = np.where((down < up) | (down == up) & (above % 2 == 1), above - 1, above)
     expected = table[reaches if scale == "e4m3_up" else nearest]
@@ -167,8 +191,11 @@ def test_core_a_result_is_quantized_to_itself(name, scale, block):
 @pytest.mark.parametrize("name,top", [("e2m1", 2), ("e1m2", 0), ("int4", 2)])
 def test_core_e8m0_scales_are_the_powers_of_two_that_frexp_gives(name, top):
     amax = torch.rand(2000, generator=gen()).mul(60).sub(30).exp2()
-    amax = torch.cat((amax, torch.tensor([1.75, 6, 7, 14, 1e-45, 1e-39, 1.5e-38, 3e-38, 5e-38, 1e-37, 3e38])))
-    amax = torch.cat((amax, *(torch.nextafter(amax, torch.tensor(to)) for to in (1e-45, INF))))
+    corners = torch.tensor([1.75, 6, 7, 14, 1e-45, 1e-39, 1.5e-38, 3e-38, 5e-38, 1e-37,
+                            3e38])
+    amax = torch.cat((amax, corners))
+    neighbours = [torch.nextafter(amax, torch.tensor(to)) for to in (1e-45, INF)]
+    amax = torch.cat((amax, *neighbours))
     quotients = (amax.numpy() / np.float32(GRIDS[name][-1])).clip(SMALLEST).tolist()
     floor = [math.frexp(a)[1] - 1 - top for a in amax.tolist()]         # OCP's rule
     ceil = [math.frexp(q)[1] - (math.frexp(q)[0] == 0.5) for q in quotients]
@@ -180,7 +207,8 @@ def test_core_e8m0_scales_are_the_powers_of_two_that_frexp_gives(name, top):
 def test_core_fp32_scales_are_amax_over_g_max_and_amax_survives(name):
     x, g_max = torch.randn(500, 4, 16, generator=gen()), GRIDS[name][-1]
     amax = x.abs().amax(-1)
-    assert np.array_equal(SCALES["fp32"](amax, g_max)[0], amax.numpy() / np.float32(g_max))
+    expected = amax.numpy() / np.float32(g_max)
+    assert np.array_equal(SCALES["fp32"](amax, g_max)[0], expected)
     assert ((fake_quantize(x, name).abs().amax(-1) - amax).abs() <= 2**-23 * amax).all()
 
 @every_format
@@ -188,38 +216,46 @@ def test_core_tiles_share_a_scale_and_quantize_transposes_alike(name):
     w = torch.randn(48, 64, generator=gen())
     q, amax = quantize(w, name, two_d=True), w.view(3, 16, 4, 16).abs().amax((1, 3))
     assert np.array_equal(q.scale[::16], amax / np.float32(GRIDS[name][-1]))
-    assert torch.equal(q.scale.unflatten(0, (3, 16)), q.scale[::16, None].expand(3, 16, 4))
+    assert torch.equal(q.scale.unflatten(0, (3, 16)),
+                       q.scale[::16, None].expand(3, 16, 4))
     assert torch.equal(q.dequantize(), quantize(w.T, name, two_d=True).dequantize().T)
 
 @every_scale
 @every_format
 def test_core_four_bits_keep_every_value(name, scale, block):
-    """quantize().dequantize() is what a Quantizer gives, for any dtype, strides and rounding."""
-    x = adversarial()[:32] if scale[:4] != "e4m3" else adversarial()[9:41]      # (32, 64)
+    """quantize().dequantize() is what a Quantizer gives,
+    for any dtype, strides and rounding."""
+    # Either way x is (32, 64).
+    x = adversarial()[:32] if scale[:4] != "e4m3" else adversarial()[9:41]
     for stochastic, tiles in itertools.product((False, True), repeat=2):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             for v in x.to(dtype), x.to(dtype).T.contiguous().T:
                 packed = quantize(v, name, scale, block, stochastic, gen(1), tiles)
-                assert packed.codes.shape == (32, 32) and packed.codes.dtype == torch.uint8
+                assert (packed.codes.shape == (32, 32)
+                        and packed.codes.dtype == torch.uint8)
                 assert packed.scale.shape == (32, 64 // block)
-                q = Quantizer(FORMATS[name], SCALES[scale], block, None, stochastic, tiles)
+                q = Quantizer(FORMATS[name], SCALES[scale], block, None,
+                              stochastic, tiles)
                 y = q(v, random_uniform(random_key("cpu", gen(1)), v.shape))
-                assert torch.equal(packed.dequantize().nan_to_num(7e7), y.nan_to_num(7e7))
+                assert torch.equal(packed.dequantize().nan_to_num(7e7),
+                                   y.nan_to_num(7e7))
 
 @every_scale
 @every_format
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_core_corners(name, scale, block, stochastic):
-    f = functools.partial(fake_quantize, fmt=name, scale=scale, block=block, stochastic=stochastic)
+    f = functools.partial(fake_quantize, fmt=name, scale=scale, block=block,
+                          stochastic=stochastic)
     for bad in (NAN, INF, -INF):
         x, lost = torch.ones(2, 64), torch.zeros(2, 64, dtype=torch.bool)
-        x[0, 37], lost[0, 32:32 + block] = bad, True                    # its block is lost ...
-        lost |= scale.startswith("e4m3")                                # or with two levels, all
+        x[0, 37], lost[0, 32:32 + block] = bad, True    # its block is lost ...
+        lost |= scale.startswith("e4m3")                # or with two levels, all
         assert torch.equal(f(x).isnan(), lost) and torch.equal(f(x).isfinite(), ~lost)
     assert f(torch.full((1, 64), 1e38)).isfinite().all()
-    assert (f(torch.full((1, 64), LARGEST)) > 1e38).all()           # may round up, to infinity
+    # It may round up, to infinity.
+    assert (f(torch.full((1, 64), LARGEST)) > 1e38).all()
     assert f(torch.zeros(3, 0, 32)).shape == (3, 0, 32)
-    for flush in (True, False):                                         # a CPU's option, for speed
+    for flush in (True, False):                         # a CPU's option, for speed
         torch.set_flush_denormal(flush)
         y = f(torch.zeros(2, 64))
         torch.set_flush_denormal(False)
@@ -227,10 +263,12 @@ def test_core_corners(name, scale, block, stochastic):
 
 def test_core_results_are_float32_whatever_the_default_dtype():
     x = torch.randn(64, 64)
-    expected = [(fake_quantize(x, "int4", s), ufp4.linear(x, x, "nvfp4")) for s in SCALES]
+    expected = [(fake_quantize(x, "int4", s), ufp4.linear(x, x, "nvfp4"))
+                for s in SCALES]
     try:
         torch.set_default_dtype(torch.float64)
-        got = [(fake_quantize(x, "int4", s), ufp4.linear(x, x, "nvfp4")) for s in SCALES]
+        got = [(fake_quantize(x, "int4", s), ufp4.linear(x, x, "nvfp4"))
+               for s in SCALES]
     finally:
         torch.set_default_dtype(torch.float32)
     for a, b in zip(itertools.chain(*got), itertools.chain(*expected)):
@@ -245,7 +283,8 @@ def experts(*offsets, tokens=32, dtype=torch.int64):
 
 @pytest.mark.parametrize("message,call", [
     ("whole blocks: got .* .2, 40., block = 16", lambda: quantize(zeros(2, 40))),
-    ("whole blocks: got .* .2, 15., block = 5", lambda: quantize(zeros(2, 15), block=5)),
+    ("whole blocks: got .* .2, 15., block = 5",
+     lambda: quantize(zeros(2, 15), block=5)),
     ("whole blocks: got .* block = 0", lambda: quantize(zeros(2, 32), block=0)),
     ("takes floats .* got torch.float32 .., block = 16", lambda: quantize(zeros(()))),
     ("whole blocks: got .* .4, 0., block = 16", lambda: quantize(zeros(4, 0))),
@@ -258,33 +297,42 @@ def experts(*offsets, tokens=32, dtype=torch.int64):
     ("'fprop', 'dgrad', 'wgrad'.* not 'wgrad'", lambda: ufp4_with(rht="wgrad")),
     ("a power of two, not 12", lambda: ufp4_with(rht_block=12)),
     ("multiples of 240", lambda: ufp4.Linear(32, 32, recipe=ufp4_with(block=15))),
-    ("multiples of 30", lambda: ufp4.Linear(45, 45, recipe=ufp4_with(block=15, rht=()))),
-    ("X .4, 32. .* W .16, 48.", lambda: ufp4.linear(zeros(4, 32), zeros(16, 48), "ufp4")),
-    ("X .4, 32. .* W .2, 16, 32.", lambda: ufp4.linear(zeros(4, 32), zeros(2, 16, 32), "ufp4")),
-    ("float16 needs kernels.py", lambda: ufp4.linear(zeros(16, 16).half(), zeros(16, 16), "ufp4")),
-    ("the last must be the number of tokens, 32; got .5, 5, 30.", lambda: experts(5, 5, 30)),
-    ("the last must be the number of tokens, 32; got .5, 5, 33.", lambda: experts(5, 5, 33)),
+    ("multiples of 30",
+     lambda: ufp4.Linear(45, 45, recipe=ufp4_with(block=15, rht=()))),
+    ("X .4, 32. .* W .16, 48.",
+     lambda: ufp4.linear(zeros(4, 32), zeros(16, 48), "ufp4")),
+    ("X .4, 32. .* W .2, 16, 32.",
+     lambda: ufp4.linear(zeros(4, 32), zeros(2, 16, 32), "ufp4")),
+    ("float16 needs kernels.py",
+     lambda: ufp4.linear(zeros(16, 16).half(), zeros(16, 16), "ufp4")),
+    ("the last must be the number of tokens, 32; got .5, 5, 30.",
+     lambda: experts(5, 5, 30)),
+    ("the last must be the number of tokens, 32; got .5, 5, 33.",
+     lambda: experts(5, 5, 33)),
     ("must ascend, .* got .9, 5, 32.", lambda: experts(9, 5, 32)),
     ("must ascend, .* got .-1, 5, 32.", lambda: experts(-1, 5, 32)),
     ("integer offsets .E,.; .* .2,. of", lambda: experts(5, 32)),
-    ("integer offsets .* torch.float32", lambda: experts(5, 9, 32, dtype=torch.float32)),
+    ("integer offsets .* torch.float32",
+     lambda: experts(5, 9, 32, dtype=torch.float32)),
 ])
 def test_core_bad_arguments_are_named(message, call):
     with pytest.raises(ValueError, match=message):
         call()
 
-# ---- Stochastic rounding, by its law -------------------------------------------------------------
+# ---- Stochastic rounding, by its law -------------------------------------------------
 @every_scale
 @pytest.mark.parametrize("name", MAGNITUDES)
 def test_core_the_stochastic_slope_is_one_unless_the_scale_clips(name, scale, block):
     x = torch.randn(32768, 64, generator=gen())
-    alpha, se = slope(Quantizer(FORMATS[name], SCALES[scale], block, stochastic=True)(x), x)
+    q = Quantizer(FORMATS[name], SCALES[scale], block, stochastic=True)
+    alpha, se = slope(q(x), x)
     clips = scale in ("e4m3", "e8m0")
     assert se < 4e-4 and (alpha < 1 - 5 * se if clips else abs(alpha - 1) < 4 * se)
 
 @every_format
 def test_core_over_all_random_bits_a_number_is_the_mean_of_its_neighbours(name):
-    """Each of the 65536 random numbers once; what is rounded is first rounded to 2^-16 steps."""
+    """Each of the 65536 random numbers once;
+    what is rounded is first rounded to 2^-16 steps."""
     grid = torch.tensor(GRIDS[name]).double()
     a = torch.cat((torch.linspace(0, GRIDS[name][-1], 100), grid.float()))[:, None]
     q = ufp4.round_to_grid(a, FORMATS[name], torch.arange(65536) * 2.0**-16).double()
@@ -295,11 +343,12 @@ def test_core_over_all_random_bits_a_number_is_the_mean_of_its_neighbours(name):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_core_random_numbers_are_uniform_and_uncorrelated(seed):
-    """Mean, variance, a chi-square of the 2^16 values, and the correlations of neighbours, of
-    orientations, steps, seeds, and keys that share a number: within 4 standard errors of
-    independent uniform numbers."""
+    """Mean, variance, a chi-square of the 2^16 values, and the correlations of
+    neighbours, of orientations, steps, seeds, and keys that share a number:
+    within 4 standard errors of independent uniform numbers."""
     g = gen(seed)
-    key, other, later, foreign = (random_key("cpu", i) for i in (g, g, g, gen(seed + 100)))
+    generators = (g, g, g, gen(seed + 100))
+    key, other, later, foreign = (random_key("cpu", i) for i in generators)
     half = torch.stack((key[0], later[1])), torch.stack((later[0], key[1]))
     u, *others = (random_uniform(k, (1024, 1024)).double() - 0.5
                   for k in (key, other, later, foreign, *half))
@@ -309,37 +358,42 @@ def test_core_random_numbers_are_uniform_and_uncorrelated(seed):
     counts = torch.bincount(((u + 0.5) * 2**16).long().flatten(), minlength=2**16)
     assert abs((counts - 16).square().sum() / 16 - 65535) < 4 * (2 * 65535) ** 0.5
     pairs = [(u, v) for v in others]
-    pairs += [p for d in (1, 2, 3, 16) for p in ((u[d:], u[:-d]), (u[:, d:], u[:, :-d]))]
+    for d in (1, 2, 3, 16):
+        pairs += [(u[d:], u[:-d]), (u[:, d:], u[:, :-d])]
     assert all(abs((a * b).mean()) * 12 * a.numel() ** 0.5 < 4 for a, b in pairs)
 
 def test_core_randomness_comes_from_the_generator_alone():
     x = torch.randn(32, 64, generator=gen())
     before = torch.get_rng_state()
-    a, b, c = (fake_quantize(x, stochastic=True, generator=gen(seed)) for seed in (3, 3, 4))
+    a, b, c = (fake_quantize(x, stochastic=True, generator=gen(seed))
+               for seed in (3, 3, 4))
     quantize(x)
     assert torch.equal(a, b) and not torch.equal(a, c)
     assert torch.equal(before, torch.get_rng_state())
     torch.manual_seed(3)
-    assert torch.equal(a, fake_quantize(x, stochastic=True))            # None: the default one
+    assert torch.equal(a, fake_quantize(x, stochastic=True))    # None: the default one
 
 def hadamard(n):
-    """The Sylvester-Hadamard matrix over sqrt(n), float64: element (i, j) has the sign of the
-    parity of the bits that i and j share."""
+    """The Sylvester-Hadamard matrix over sqrt(n), float64:
+    element (i, j) has the sign of the parity of the bits that i and j share."""
     i = np.arange(n)
-    return torch.tensor([[(-1.0) ** int(a & b).bit_count() for b in i] for a in i]).double() / n**0.5
+    signs = [[(-1.0) ** int(a & b).bit_count() for b in i] for a in i]
+    return torch.tensor(signs).double() / n**0.5
 
 @pytest.mark.parametrize("n", [1, 2, 16, 128])
 def test_core_rht_multiplies_by_signs_and_an_orthonormal_matrix(n):
     h, signs = hadamard(n), random_signs(11, n)
-    x, w = torch.randn(6, 2 * n, generator=gen()), torch.randn(5, 2 * n, generator=gen(1))
+    x, w = (torch.randn(6, 2 * n, generator=gen()),
+            torch.randn(5, 2 * n, generator=gen(1)))
     expected = (x.double().view(6, 2, n) * signs.double()) @ h
-    assert torch.allclose(rht(x, signs).double(), expected.view(6, -1), atol=2e-6, rtol=0)
+    assert torch.allclose(rht(x, signs).double(), expected.view(6, -1),
+                          atol=2e-6, rtol=0)
     assert close(rht(x, signs) @ rht(w, signs).T, x.double() @ w.double().T, 2 * n)
     assert same_bits(rht(x.T.contiguous().T, signs), rht(x, signs))
     assert set(signs.tolist()) <= {1.0, -1.0}
     assert n < 16 or not torch.equal(signs, random_signs(12, n))
 
-# ---- The three GEMMs -----------------------------------------------------------------------------
+# ---- The three GEMMs -----------------------------------------------------------------
 def numpy_quantizer(x, levels, block, signs, rand, tiles, scale):
     """Q(x) in float64 for x (R, K) in whole blocks, by search in the list of levels."""
     x = x.astype(np.float64)
@@ -366,27 +420,31 @@ def numpy_quantizer(x, levels, block, signs, rand, tiles, scale):
 
 @pytest.mark.parametrize("seed", range(30))
 def test_core_any_quantizer_equals_forty_lines_of_numpy_in_float64(seed):
-    """Random formats, scales, blocks, Hadamard sizes, rounding, tiles, dtypes. Numbers that lie
-    within rounding errors of the middle between two levels may go either way."""
+    """Random formats, scales, blocks, Hadamard sizes, rounding, tiles, dtypes.
+
+    Numbers that lie within rounding errors of the middle between two levels may go
+    either way."""
     r = random.Random(seed)
     name, scale = r.choice(list(GRIDS)), r.choice(("fp32", "e8m0_up"))
     block, n = 2 ** r.randrange(1, 6), 2 ** r.randrange(1, 6)
     signs = r.choice((None, random_signs(seed, n)))
     stochastic, tiles = r.random() < 0.5, r.random() < 0.3
-    x = torch.randn(64, 96, generator=gen(seed)) * torch.randn(64, 1, generator=gen(seed)).exp()
+    sizes = torch.randn(64, 1, generator=gen(seed)).exp()
+    x = torch.randn(64, 96, generator=gen(seed)) * sizes
     x = x.to(r.choice((torch.float32, torch.bfloat16)))
     rand = torch.rand(x.shape, generator=gen(seed)).mul(65536).floor() / 65536
     q = Quantizer(FORMATS[name], SCALES[scale], block, signs, stochastic, tiles)
     expected, either = numpy_quantizer(
         x.float().numpy(), np.array(GRIDS[name], dtype=float), block,
-        None if signs is None else signs.numpy(), rand.numpy() if stochastic else None, tiles, scale)
+        None if signs is None else signs.numpy(),
+        rand.numpy() if stochastic else None, tiles, scale)
     got = q(x, rand).double().numpy()
     assert either.mean() < 0.02
     assert np.allclose(got[~either], expected[~either], rtol=1e-5, atol=1e-7)
 
 def oracle(x, w, dy, recipe, keys):
-    """Y, dX, dW in float64 for x (M, K), w (N, K), dy (M, N): each operand turned until its blocks
-    lie along rows, rotated and quantized."""
+    """Y, dX, dW in float64 for x (M, K), w (N, K), dy (M, N):
+    each operand turned until its blocks lie along rows, rotated and quantized."""
     def q(t, operand, gemm, rand=None):
         if gemm in recipe.rht:
             t = rht(t, random_signs(recipe.sign_seed, recipe.rht_block))
@@ -394,7 +452,8 @@ def oracle(x, w, dy, recipe, keys):
                          recipe.tiles and operand == "w")(t, rand).double()
     m = len(x)
     x, dy = (F.pad(t, (0, 0, 0, -m % recipe.multiple)) for t in (x, dy))
-    along, across = random_uniform(keys[0], dy.shape), random_uniform(keys[1], dy.T.shape)
+    along, across = (random_uniform(keys[0], dy.shape),
+                     random_uniform(keys[1], dy.T.shape))
     y = q(x, "x", "fprop") @ q(w, "w", "fprop").T
     dx = q(dy, "dy", "dgrad", along) @ q(w.T, "w", "dgrad").T
     return y[:m], dx[:m], q(dy.T, "dy", "wgrad", across) @ q(x.T, "x", "wgrad").T
@@ -404,22 +463,28 @@ def test_core_autograd_function_is_the_three_quantized_gemms(name, monkeypatch):
     recipe = replace(RECIPES[name], sign_seed=3)
     keys = [random_key("cpu", gen(seed)) for seed in (5, 6)]
     drawn = iter(keys)
-    monkeypatch.setattr(ufp4, "random_key", lambda device: next(drawn))     # twice, for dY
-    x = torch.randn(3, 25, 64, generator=gen(), requires_grad=True)         # not whole blocks
+    # A key is drawn twice, for dY.
+    monkeypatch.setattr(ufp4, "random_key", lambda device: next(drawn))
+    # The 75 tokens are not whole blocks.
+    x = torch.randn(3, 25, 64, generator=gen(), requires_grad=True)
     dy = torch.randn(3, 25, 96, generator=gen(1)) * 1e-3
     layer = ufp4.Linear(64, 96, recipe=recipe)
     y = layer(x)
     y.backward(dy)
     flat = (t.detach().view(-1, t.shape[-1]) for t in (x, layer.weight, dy))
     ey, edx, edw = oracle(*flat, recipe, keys)
-    assert close((y - layer.bias).view(75, 96), ey, 64) and close(x.grad.view(75, 64), edx, 96)
-    assert close(layer.weight.grad, edw, 75) and close(layer.bias.grad, dy.double().sum((0, 1)), 75)
+    assert (close((y - layer.bias).view(75, 96), ey, 64)
+            and close(x.grad.view(75, 64), edx, 96))
+    assert (close(layer.weight.grad, edw, 75)
+            and close(layer.bias.grad, dy.double().sum((0, 1)), 75))
 
 @pytest.mark.parametrize("field,value,changed", [
     ("rht", ("fprop",), "y"), ("rht", ("dgrad",), "x"), ("rht", ("wgrad",), "w"),
-    ("sr", ("dy",), "xw"), ("sr", ("x",), "yw"), ("sr", ("w",), "yx"), ("tiles", True, "yx"),
-    ("fmt", "e2m1", "yxw"), ("scale", "e8m0", "yxw"), ("block", 32, "yxw"), ("fmt", "int4", "")])
-def test_core_each_field_of_a_recipe_reaches_its_gemm_and_no_other(field, value, changed):
+    ("sr", ("dy",), "xw"), ("sr", ("x",), "yw"), ("sr", ("w",), "yx"),
+    ("tiles", True, "yx"), ("fmt", "e2m1", "yxw"), ("scale", "e8m0", "yxw"),
+    ("block", 32, "yxw"), ("fmt", "int4", "")])
+def test_core_each_field_of_a_recipe_reaches_its_gemm_and_no_other(
+        field, value, changed):
     def results(**fields):
         x = torch.randn(64, 64, generator=gen(), requires_grad=True)
         w = torch.randn(32, 64, generator=gen(1), requires_grad=True)
@@ -438,57 +503,69 @@ class FixedPointRecipe(Recipe):
         return FixedPoint(E1M2)
 
 def test_core_an_experiment_without_codes_reaches_all_three_gemms():
-    x, dy = torch.randn(20, 32, generator=gen(), requires_grad=True), torch.randn(20, 16)
+    x, dy = (torch.randn(20, 32, generator=gen(), requires_grad=True),
+             torch.randn(20, 16))
     layer = ufp4.Linear(32, 16, bias=False, recipe=FixedPointRecipe("mine"))
     y = layer(x)
     y.backward(dy)
-    a, b, c = (torch.round(t.detach().double() * 64) / 64 for t in (x, layer.weight, dy))
+    a, b, c = (torch.round(t.detach().double() * 64) / 64
+               for t in (x, layer.weight, dy))
     assert close(y, a @ b.T, 32) and close(x.grad, c @ b, 16)
     assert close(layer.weight.grad, c.T @ a, 20)
 
 def test_core_gradients_are_unbiased_under_stochastic_rounding():
-    """Over draws of dY's random bits, dX and dW tend to the products with dY unquantized."""
+    """Over draws of dY's random bits, dX and dW tend to the products with dY
+    unquantized."""
     x = torch.randn(32, 64, generator=gen(), requires_grad=True)
     w = torch.randn(48, 64, generator=gen(1), requires_grad=True)
-    dy, signs, q = torch.randn(32, 48, generator=gen(2)), random_signs(0), Quantizer(E1M2)
+    dy, signs, q = (torch.randn(32, 48, generator=gen(2)), random_signs(0),
+                    Quantizer(E1M2))
     y = ufp4.linear(x, w, "ufp4")
     draws = [torch.autograd.grad(y, (x, w), dy, retain_graph=True) for _ in range(400)]
     dx = rht(dy, signs) @ q(rht(w.detach().T, signs)).T
     dw = rht(dy.T, signs) @ q(rht(x.detach().T, signs)).T
     for expected, got in zip((dx, dw), map(torch.stack, zip(*draws))):
         z = (got.mean(0) - expected) / (got.std(0) / 20)
-        assert abs(z.mean()) < 0.15 and 0.9 < z.std() < 1.1             # a row shares its bits
+        assert abs(z.mean()) < 0.15 and 0.9 < z.std() < 1.1     # a row shares its bits
 
 @pytest.mark.parametrize("name", ["bf16", *QUANTIZED])
 def test_core_grouped_is_a_loop_over_experts(name, monkeypatch):
-    monkeypatch.setattr(ufp4, "random_uniform", lambda key, shape: torch.full(shape, 0.3))
-    recipe, sizes = RECIPES[name], [5, 0, 32, 17, 0, 1]                 # ragged, and some empty
+    monkeypatch.setattr(ufp4, "random_uniform",
+                        lambda key, shape: torch.full(shape, 0.3))
+    recipe, sizes = RECIPES[name], [5, 0, 32, 17, 0, 1]     # ragged, and some empty
     offsets = torch.tensor(sizes).cumsum(0)
-    x, w = torch.randn(55, 64, generator=gen()), torch.randn(6, 32, 64, generator=gen(1))
+    x, w = (torch.randn(55, 64, generator=gen()),
+            torch.randn(6, 32, 64, generator=gen(1)))
     dy = torch.randn(55, 32, generator=gen(2))
-    if recipe.scale in (ufp4.scale_e4m3, ufp4.scale_e4m3_up):   # experts share a scale: one amax
+    # Experts share a scale here, so each gets the same amax.
+    if recipe.scale in (ufp4.scale_e4m3, ufp4.scale_e4m3_up):
         recipe = replace(recipe, rht=())
         x[offsets - 1, 0] = dy[offsets - 1, 0] = w[:, 0, 0] = 9.0
     x.requires_grad_(), w.requires_grad_()
     y = ufp4.linear(x, w, recipe, offsets)
-    parts = torch.cat([ufp4.linear(xe, we, recipe) for xe, we in zip(x.split(sizes), w)])
+    parts = torch.cat([ufp4.linear(xe, we, recipe)
+                       for xe, we in zip(x.split(sizes), w)])
     (dx, dw), (edx, edw) = (torch.autograd.grad(v, (x, w), dy) for v in (y, parts))
     assert close(y, parts, 64) and close(dx, edx, 32) and close(dw, edw, 32)
-    assert (dw[[1, 4]] == 0).all() and torch.equal(ufp4.linear(x, w, recipe, offsets.int()), y)
+    assert ((dw[[1, 4]] == 0).all()
+            and torch.equal(ufp4.linear(x, w, recipe, offsets.int()), y))
 
 @pytest.mark.parametrize("dtype,autocast", [
-    (torch.bfloat16, True), (torch.bfloat16, False), (torch.float64, True), (torch.float64, False)])
+    (torch.bfloat16, True), (torch.bfloat16, False),
+    (torch.float64, True), (torch.float64, False)])
 def test_core_dtypes_and_autocast(dtype, autocast):
-    """Autocast casts to bfloat16, but leaves float64 alone, as that of F.linear does."""
+    """Autocast casts to bfloat16, but leaves float64 alone,
+    as that of F.linear does."""
     cast = autocast and dtype == torch.bfloat16
     layer = ufp4.Linear(64, 48, bias=False, dtype=None if cast else dtype)
-    x = torch.randn(20, 64, generator=gen(), dtype=layer.weight.dtype, requires_grad=True)
+    x = torch.randn(20, 64, generator=gen(), dtype=layer.weight.dtype,
+                    requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         y = layer(x)
         assert y.dtype == dtype == F.linear(x, layer.weight).dtype
     a, b = (fake_quantize(rht(v.detach(), layer.recipe.signs)).to(dtype).double()
             for v in (x.to(dtype), layer.weight))
-    eps = torch.finfo(dtype).eps                        # of the result, and of a sum in float32
+    eps = torch.finfo(dtype).eps            # of the result, and of a sum in float32
     bound = eps / 2 * (a @ b.T).abs() + min(eps * 64, 2**-18) * (a.abs() @ b.abs().T)
     assert ((y - a @ b.T).abs() <= bound).all()
     y.double().sum().backward()
@@ -502,7 +579,8 @@ def test_core_a_frozen_operand_changes_nothing_for_the_other():
         ufp4.linear(x, w, recipe).backward(dy)
         found.append((x.grad, w.grad))
     (dx, dw), (same_dx, none), (nothing, same_dw) = found
-    assert none is nothing is None and torch.equal(dx, same_dx) and torch.equal(dw, same_dw)
+    assert (none is nothing is None and torch.equal(dx, same_dx)
+            and torch.equal(dw, same_dw))
 
 @pytest.mark.parametrize("name", ["bf16", "ufp4"])
 def test_core_no_tokens_are_no_error(name):
@@ -513,7 +591,8 @@ def test_core_no_tokens_are_no_error(name):
         assert y.shape == (0, 32) and x.grad.shape == (0, 16) and not w.grad.any()
 
 def test_core_bf16_is_plain_and_there_is_no_second_derivative():
-    layer, x = ufp4.Linear(20, 40, recipe="bf16"), torch.randn(16, 20, requires_grad=True)
+    layer, x = (ufp4.Linear(20, 40, recipe="bf16"),
+                torch.randn(16, 20, requires_grad=True))
     assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
     loss = ufp4.linear(x[:, :16], layer.weight[:32, :16], "ufp4").square().sum()
     (grad,) = torch.autograd.grad(loss + x.square().sum(), x, create_graph=True)
@@ -531,7 +610,7 @@ def test_core_torch_func_takes_gradients_and_maps_over_batches():
         for name, e in zip(parameters, expected):
             assert torch.allclose(grads[name][i], e, atol=1e-6)
 
-# ---- torch.compile: of the quantizer, and by a user ----------------------------------------------
+# ---- torch.compile: of the quantizer, and by a user ----------------------------------
 @compiling()
 @needs_compiler
 @pytest.mark.filterwarnings("error:torch.compile failed")
@@ -539,33 +618,38 @@ def test_core_torch_func_takes_gradients_and_maps_over_batches():
     Quantizer(E2M1, ufp4.scale_e4m3, tiles=True, stochastic=True),
     Quantizer(E1M2, signs=random_signs(1, 2))])
 def test_compiled_is_eager_bit_for_bit_for_all_signs(quantizer):
-    x = torch.randn(256, 192, generator=gen()) * 10 ** torch.randn(256, 1, generator=gen(1))
+    x = (torch.randn(256, 192, generator=gen())
+         * 10 ** torch.randn(256, 1, generator=gen(1)))
     x[64:96] *= 1e-40
     x[3, 40], x[50, 60] = (0.0, -0.0) if quantizer.stochastic else (NAN, INF)
     counters, before = torch._dynamo.utils.counters["stats"], None
     for seed, v in ((1, x), (2, x.T.contiguous().T), (3, x.T[:, :224])):
         if quantizer.signs is not None:
-            quantizer.signs = torch.tensor([[1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0]][seed - 1])
+            quantizer.signs = torch.tensor(
+                [[1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0]][seed - 1])
         torch.manual_seed(seed)
         fast = ufp4.quantized(quantizer, v, torch.float32)
         torch.manual_seed(seed)
         slow = ufp4.call_with_key(quantizer, v, random_key("cpu"), torch.float32)
         assert same_bits(fast, slow)
-        assert before in (None, counters["unique_graphs"])      # another seed compiles nothing
+        # Another seed compiles nothing.
+        assert before in (None, counters["unique_graphs"])
         before = counters["unique_graphs"]
     assert before and not ufp4.FAILED
-    narrow = ufp4.quantized(quantizer, x, torch.bfloat16)             # a wide W, under autocast
+    narrow = ufp4.quantized(quantizer, x, torch.bfloat16)   # a wide W, under autocast
     torch.manual_seed(0)
     key = random_key("cpu") if quantizer.stochastic else None
     if key is None:
-        assert torch.equal(narrow.nan_to_num(7.0), quantizer(x).bfloat16().nan_to_num(7.0))
+        assert torch.equal(narrow.nan_to_num(7.0),
+                           quantizer(x).bfloat16().nan_to_num(7.0))
 
 @compiling()
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_core_layers_of_several_recipes_compile_without_graph_breaks(dynamic):
     for name in "ufp4", "nvfp4":
         model = ufp4.Linear(32, 16, recipe=replace(RECIPES[name], rht_block=2))
-        compiled = torch.compile(model, fullgraph=True, backend="eager", dynamic=dynamic)
+        compiled = torch.compile(model, fullgraph=True, backend="eager",
+                                 dynamic=dynamic)
         x, grads = torch.randn(20 if name == "ufp4" else 32, 32, requires_grad=True), []
         for f in model, compiled:
             torch.manual_seed(1)
@@ -577,7 +661,8 @@ def test_core_layers_of_several_recipes_compile_without_graph_breaks(dynamic):
 def test_core_a_layer_is_exported_for_any_number_of_tokens():
     layer = ufp4.Linear(32, 16)
     tokens = torch.export.Dim("tokens", min=1, max=4096)
-    exported = torch.export.export(layer, (zeros(32, 32),), dynamic_shapes=({0: tokens},))
+    exported = torch.export.export(layer, (zeros(32, 32),),
+                                   dynamic_shapes=({0: tokens},))
     for n in 1, 48, 100:
         x = torch.randn(n, 32)
         assert torch.equal(exported.module()(x), layer(x))
@@ -597,19 +682,22 @@ def test_core_without_a_compiler_it_says_so_and_gives_the_same_bits(monkeypatch)
     expected = [ufp4.linear(x, x, name) for name in ("e2m1", "ufp4")]
     monkeypatch.setattr(ufp4, "FAILED", set())
     monkeypatch.setattr(ufp4, "compiled", lambda f: fail)
-    with pytest.warns(UserWarning, match="C.. compiler, .*no compiler is found") as warned:
-        results = [ufp4.linear(x, x, name) for name in ("e2m1", "ufp4") for _ in range(2)]
+    message = "C.. compiler, .*no compiler is found"
+    with pytest.warns(UserWarning, match=message) as warned:
+        results = [ufp4.linear(x, x, name)
+                   for name in ("e2m1", "ufp4") for _ in range(2)]
     assert len(warned) == 2 and all(map(torch.equal, results[::2], expected))
 
-# ---- convert -------------------------------------------------------------------------------------
+# ---- convert -------------------------------------------------------------------------
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed, self.lm_head = nn.Embedding(32, 16), nn.Linear(16, 32, bias=False)
         self.lm_head.weight = self.embed.weight
-        self.a, self.b = nn.Linear(16, 32), nn.Linear(32, 16, bias=False, dtype=torch.bfloat16)
+        self.a, self.b = (nn.Linear(16, 32),
+                          nn.Linear(32, 16, bias=False, dtype=torch.bfloat16))
         self.inner = nn.Sequential(nn.Linear(16, 16), nn.ReLU())
-        self.again = self.inner[0]                                      # one module in two places
+        self.again = self.inner[0]                      # one module in two places
 
 def test_core_convert_keeps_everything_but_the_arithmetic():
     m, x = Tied(), torch.randn(4, 16, generator=gen())
@@ -620,11 +708,12 @@ def test_core_convert_keeps_everything_but_the_arithmetic():
         assert type(layer) is ufp4.Linear and layer.recipe.name == "e2m1"
     assert m.again is m.inner[0] and type(m.lm_head) is nn.Linear
     assert torch.equal(m.a(x), ufp4.linear(x, m.a.weight, "e2m1") + m.a.bias)
-    ufp4.convert(m, "ufp4", skip=("inner", "lm_head"))                  # again, to another recipe
-    assert m.a.recipe.name == "ufp4" and m.inner[0].recipe.name == "e2m1" and "=ufp4" in repr(m)
-    for skip in (("lm_head",), (), []):                                  # one layer, no lm_head
+    ufp4.convert(m, "ufp4", skip=("inner", "lm_head"))  # again, to another recipe
+    assert (m.a.recipe.name == "ufp4" and m.inner[0].recipe.name == "e2m1"
+            and "=ufp4" in repr(m))
+    for skip in (("lm_head",), (), []):                 # one layer, no lm_head
         assert type(ufp4.convert(nn.Linear(16, 16), skip=skip)) is ufp4.Linear
-    m.lm_head = m.a = nn.Linear(16, 32)                                 # skipped, under either name
+    m.lm_head = m.a = nn.Linear(16, 32)                 # skipped, under either name
     assert type(ufp4.convert(m).a) is nn.Linear
 
 @pytest.mark.parametrize("message,how", [
@@ -637,7 +726,7 @@ def test_core_convert_refuses_before_changing_anything(message, how):
         ufp4.convert(m, **how)
     assert type(m.a) is type(m.b) is nn.Linear
 
-# ---- The lesson ----------------------------------------------------------------------------------
+# ---- The lesson ----------------------------------------------------------------------
 def test_core_the_lesson_fits_a_screen_and_is_right(capsys):
     ufp4.lesson()
     text = capsys.readouterr().out
@@ -645,16 +734,23 @@ def test_core_the_lesson_fits_a_screen_and_is_right(capsys):
     assert len(lines) <= 50 and max(map(len, lines)) <= 102
     x, levels, decoded = ([line.split()[1:] for line in lines if line.startswith(name)]
                           for name in ("x ", "level", "Q(x)"))
-    for i, name in enumerate(("e2m1", "e1m2")):         # before the RHT, where x has two digits
+    # The rows before the RHT, where x has two digits.
+    for i, name in enumerate(("e2m1", "e1m2")):
         grid, row = MAGNITUDES[name], [float(v) for v in x[0]]
         s = max(map(abs, row)) / grid[-1]
-        nearest = [min(range(8), key=lambda c: (abs(abs(v) / s - grid[c]), c % 2)) for v in row]
-        assert levels[i] == [f"{math.copysign(grid[c], v):.2f}" for c, v in zip(nearest, row)]
-        assert decoded[i] == [f"{math.copysign(s * grid[c], v):.2f}" for c, v in zip(nearest, row)]
+        nearest = []
+        for v in row:
+            distances = [abs(abs(v) / s - level) for level in grid]
+            nearest.append(min(range(8), key=lambda c: (distances[c], c % 2)))
+        assert levels[i] == [f"{math.copysign(grid[c], v):.2f}"
+                             for c, v in zip(nearest, row)]
+        assert decoded[i] == [f"{math.copysign(s * grid[c], v):.2f}"
+                              for c, v in zip(nearest, row)]
     slopes = re.findall(r"Gaussian numbers: (\S+)", text)
     for measured, name in zip(slopes, ("e2m1", "e1m2"), strict=True):
         assert abs(float(measured) - bench.gaussian_slope(GRIDS[name])) < 6e-4
-    quoted = [f"{float(d):.1f}" for d in re.findall(r"signal over error (\S+) dB", text)]
+    quoted = [f"{float(d):.1f}"
+              for d in re.findall(r"signal over error (\S+) dB", text)]
     assert len(quoted) == 4 and all(f"{d} dB" in ufp4.__doc__ for d in quoted)
     readme = (HERE / "README.md").read_text()
     block = readme.split("From its output:\n\n```\n")[1].split("```")[0]
@@ -1152,7 +1248,7 @@ def test_kernels_a_plan_of_memory_needs_no_triton():
     done = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True)
     assert "GiB a GPU" in done.stdout and "cannot be imported" in done.stdout, done.stderr
 
-# ---- train.py ------------------------------------------------------------------------------------
+# ---- train.py ------------------------------------------------------------------------
 TINY = ("--layers 2 --dim 32 --heads 2 --hidden 32 --seq-len 32 --batch-size 4 --steps 8 "
         "--warmup 2 --eval-interval 4 --eval-windows 3 --save-interval 2 --log-interval 1 "
         "--sample 0 --device cpu --dtype float32").split()
@@ -1686,7 +1782,7 @@ def test_train_bad_input_is_one_clear_sentence(text, capsys, monkeypatch, flags,
     error = said(capsys, code, train.main, argv)
     assert message in error and error.startswith("train.py: ") and error.count("\n") == 1
 
-# ---- train.py in processes of its own ------------------------------------------------------------
+# ---- train.py in processes of its own ------------------------------------------------
 KILLED_IN_SAVE = """
 import os
 real = train.dcp.save
@@ -1815,7 +1911,7 @@ def test_train_a_step_in_float32_is_that_in_float64(settings, recipe, more, monk
     assert loss.item() == pytest.approx(exact_loss.item(), rel=rare / 10)
     assert (grad - exact_grad).norm() < rare * exact_grad.norm()
 
-# ---- data/prepare.py -----------------------------------------------------------------------------
+# ---- data/prepare.py -----------------------------------------------------------------
 def test_data_own_text_is_bytes_and_follows_its_content(tmp_path):
     path = tmp_path / "my.txt"
     for content in "naïve <|endoftext|> ☃\n".encode() * 50, bytes(range(256)) * 4:
@@ -1909,7 +2005,7 @@ def test_data_a_wrong_or_missing_file_says_what_to_do(server, tmp_path):
     with pytest.raises(OSError, match="404.*--data"):
         prepare.download(f"{server.url}/gone", tmp_path / "x.bin")
 
-# ---- bench.py ------------------------------------------------------------------------------------
+# ---- bench.py ------------------------------------------------------------------------
 @pytest.mark.parametrize("name,formats", [("four-over-six", ("e2m1", "e2m1-max4")),
                                           ("mixfp4", ("e2m1", "e1m2"))])
 def test_bench_a_block_takes_the_format_that_errs_less(name, formats):
