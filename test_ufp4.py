@@ -763,7 +763,8 @@ try:
 except ImportError:
     works = False
 needs_kernels = pytest.mark.skipif(
-    not works, reason="no Triton, or an interpreter (before 3.9) that rounds tl.fma twice")
+    not works,
+    reason="no Triton, or an interpreter (before 3.9) that rounds tl.fma twice")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIGNS = random_signs(0)
 BLOCKS = {name: 32 if "e8m0" in name else 16 for name in SCALES}
@@ -773,28 +774,31 @@ def randn(*shape, seed=0):
     return torch.randn(shape, generator=gen(seed))
 
 def quantized(x, rows=None, cols=None, forms=("packed", "packed")):
-    """What quantize_kernel makes of rows and of columns, Packed, in the forms asked for.
+    """What quantize_kernel makes of rows and of columns, Packed,
+    in the forms asked for.
 
     The random bits are those of the keys that gen(0) and gen(1) draw first."""
     keys = torch.stack([random_key("cpu", gen(i)) for i in range(2)]).to(DEVICE)
     signs = [q.signs for q in (rows, cols) if q and q.signs is not None]
     seed = next(i for i in range(9)             # that they were made from
                 if all(torch.equal(s, random_signs(i, len(s))) for s in signs))
-    names = [q and kernels.operand_name(q, form) for q, form in zip((rows, cols), forms)]
+    names = [q and kernels.operand_name(q, form)
+             for q, form in zip((rows, cols), forms)]
     *made, t = torch.ops.ufp4.quantize(x.to(DEVICE), seed, keys, *names)
     return [name and kernels.Packed(*made[2 * i:][:2], t[i], name)
             for i, name in enumerate(names)]
 
 def reference(x, q, i=0):
-    """ufp4.quantize of x as q says, with the random bits that quantized() has for it."""
+    """ufp4.quantize of x as q says,
+    with the random bits that quantized() has for it."""
     x = x.float() if q.signs is None else rht(x, q.signs)
     return quantize(x, q.fmt, q.scale, q.block, q.stochastic, gen(i), two_d=q.tiles)
 
 def same(x, rows=None, cols=None):
     """Asserts that the kernel's codes and scales are those of the reference.
 
-    Codes have no meaning where the scale is 0 or NaN, and more than one where a subnormal
-    scale times a level is rounded: there, what they decode to is compared."""
+    Codes have no meaning where the scale is 0 or NaN, and more than one where a
+    subnormal scale times a level is rounded: there, what they decode to is compared."""
     for i, (q, p) in enumerate(zip((rows, cols), quantized(x, rows, cols))):
         if q is None:
             continue
@@ -825,17 +829,19 @@ def every_sort(dtype):
     return x
 
 def ties(fmt):
-    """Blocks of 16 of the format's levels, and ties with their neighbours in float32, of
-    both signs, at scales from the smallest subnormal to the largest. (The kernel divides
-    in another way beyond 2^-80 and 2^80.)"""
+    """Blocks of 16 of the format's levels, and ties with their neighbours in float32,
+    of both signs, at scales from the smallest subnormal to the largest.
+
+    (The kernel divides in another way beyond 2^-80 and 2^80.)"""
     levels = torch.tensor(fmt.levels)
     v = torch.cat((levels[1:], (levels[1:] + levels[:-1]) / 2))
-    v = torch.cat((v, v.nextafter(torch.tensor(math.inf)), v.nextafter(torch.tensor(0.0))))
+    v = torch.cat((v, v.nextafter(torch.tensor(math.inf)),
+                   v.nextafter(torch.tensor(0.0))))
     v = torch.cat((v, -v)).clamp(-fmt.max, fmt.max)
     v = F.pad(v, (0, -len(v) % 15)).view(-1, 15)
     blocks = torch.cat((torch.full((len(v), 1), fmt.max), v), 1)
-    scales = (2.0**-149, 3 * 2.0**-149, 1e-41, 2.0**-126, 2.0**-81, 0.99 * 2.0**-80, 1.0,
-              1 / 3, 1.1 * 2.0**80, 4e37)
+    scales = (2.0**-149, 3 * 2.0**-149, 1e-41, 2.0**-126, 2.0**-81, 0.99 * 2.0**-80,
+              1.0, 1 / 3, 1.1 * 2.0**80, 4e37)
     x = torch.cat([blocks * s for s in scales]).flatten()
     return F.pad(x, (0, -len(x) % 1024)).view(-1, 64)
 
@@ -843,7 +849,8 @@ def ties(fmt):
 @pytest.mark.parametrize("fmt", ("e2m1", "e1m2", "int4", "e2m1-max3"))
 @pytest.mark.parametrize("scale", SCALES)
 def test_kernels_equal_the_reference(fmt, scale):
-    """Rows to nearest as they are, columns stochastic and rotated; random numbers, ties."""
+    """Rows to nearest as they are, columns stochastic and rotated;
+    random numbers, ties."""
     x = randn(16, 64) * torch.exp2(randn(16, 1, seed=1) * 4)
     if scale in ("fp32", "e8m0_up"):
         x = torch.cat((x, ties(FORMATS[fmt])))
@@ -857,7 +864,8 @@ def test_kernels_equal_the_reference(fmt, scale):
     *(("e2m1", torch.bfloat16, False, scale) for scale in ONE_OF_EACH),
     *(("e1m2", torch.float32, False, scale) for scale in ONE_OF_EACH),
     *(("e2m1", torch.float32, True, scale) for scale in ONE_OF_EACH)))
-def test_kernels_know_every_magnitude_and_what_is_not_finite(fmt, dtype, stochastic, scale):
+def test_kernels_know_every_magnitude_and_what_is_not_finite(
+        fmt, dtype, stochastic, scale):
     x = every_sort(dtype)
     q = Quantizer(FORMATS[fmt], SCALES[scale], BLOCKS[scale], stochastic=stochastic)
     same(x, q, dataclasses.replace(q, signs=random_signs(1)))
@@ -868,9 +876,11 @@ def test_kernels_know_every_magnitude_and_what_is_not_finite(fmt, dtype, stochas
 @needs_kernels
 @pytest.mark.parametrize("seed", range(6))
 def test_kernels_equal_the_reference_on_any_shape(seed, monkeypatch):
-    """Every remainder of the tiles, dtypes, strides, scales shared in tiles (as W's)."""
+    """Every remainder of the tiles, dtypes, strides,
+    scales shared in tiles (as W's)."""
     r = random.Random(seed)
-    monkeypatch.setattr(kernels, "SHAPES", dict.fromkeys(kernels.SHAPES, ((32, 32), {})))
+    monkeypatch.setattr(kernels, "SHAPES",
+                        dict.fromkeys(kernels.SHAPES, ((32, 32), {})))
     scale = r.choice(tuple(SCALES))
     q = Quantizer(FORMATS[r.choice(tuple(FORMATS))], SCALES[scale], BLOCKS[scale],
                   stochastic=seed % 2 == 0, tiles=seed % 2 == 1)
@@ -879,7 +889,8 @@ def test_kernels_equal_the_reference_on_any_shape(seed, monkeypatch):
     x = randn(2 * R, 2 * C, seed=seed).exp() * r.choice((1, 1e-3))
     x = x.to(r.choice((torch.float32, torch.bfloat16, torch.float16)))
     x = r.choice((lambda: x[:R, :C], lambda: x[::2, ::2],
-                  lambda: x.view(2 * C, 2 * R)[:C, :R].T, lambda: x[:1, :C].expand(R, C)))()
+                  lambda: x.view(2 * C, 2 * R)[:C, :R].T,
+                  lambda: x[:1, :C].expand(R, C)))()
     rows, cols = r.choice(((rotated, None), (None, q), (q, rotated), (rotated, q)))
     same(x, rows, cols)
 
@@ -892,14 +903,18 @@ def test_kernels_take_strides_beyond_32_bits():
     same(x, Quantizer(E1M2), Quantizer(E1M2))
 
 @needs_kernels
-@pytest.mark.parametrize("fmt, scale", (("e1m2", "fp32"), ("e2m1", "e4m3"), ("int4", "e8m0")))
+@pytest.mark.parametrize("fmt, scale", (
+    ("e1m2", "fp32"), ("e2m1", "e4m3"), ("int4", "e8m0")))
 def test_kernels_decode(fmt, scale):
-    """Codes times scales, rounded to bfloat16 once, ties to even: from packed operands,
-    from swizzled ones, and decoded at once. The swizzle is layout 2's, with zeros in its
-    gaps. (INT4's codes have no -0, which decoded values have.)"""
+    """Codes times scales, rounded to bfloat16 once, ties to even:
+    from packed operands, from swizzled ones, and decoded at once.
+
+    The swizzle is layout 2's, with zeros in its gaps.
+    (INT4's codes have no -0, which decoded values have.)"""
     x = randn(160, 32) * torch.exp2(randn(160, 1, seed=1) * 6)
     x[3, 5], x[9] = math.inf if scale != "e4m3" else 0.0, -0.0
-    for row, ulps in ((4, 1), (5, 3)):          # times a power of two, E1M2 comes halfway
+    # Times a power of two, E1M2 comes halfway.
+    for row, ulps in ((4, 1), (5, 3)):
         x[row, :16] = torch.tensor([1.75, 0.25, -0.5, 1.0] * 4) * (1 + ulps * 2.0**-8)
     x[6] *= 2.0**-125 / x[6].abs().max()        # E8M0's smallest scale, 2^-127
     q = Quantizer(FORMATS[fmt], SCALES[scale], BLOCKS[scale])
@@ -907,13 +922,15 @@ def test_kernels_decode(fmt, scale):
                                  for form in ("packed", "swizzled", "decoded"))
     for i, p in enumerate(packed):
         scales = p.scale.cpu().view(ufp4.STORED.get(q.scale, torch.float32))
-        exact = ufp4.Quantized(p.codes.cpu(), scales, 1.0, q.fmt).dequantize().bfloat16()
+        stored = ufp4.Quantized(p.codes.cpu(), scales, 1.0, q.fmt)
+        exact = stored.dequantize().bfloat16()
         for form in (packed, swizzled, decoded):
             got = form[i].decoded().cpu()
             assert torch.equal(got.isnan(), exact.isnan()), form
             assert torch.equal(got.nan_to_num(), exact.nan_to_num())
         r, g = torch.meshgrid(*map(torch.arange, p.scale.shape), indexing="ij")
-        scales, at = swizzled[i].scale, (r // 128, g // 4, r % 32, r // 32 % 4 * 4 + g % 4)
+        scales, at = (swizzled[i].scale,
+                      (r // 128, g // 4, r % 32, r // 32 % 4 * 4 + g % 4))
         assert scales.shape == (-(-len(r) // 128), -(-r.shape[1] // 4), 32, 16)
         assert torch.equal(scales[at].nan_to_num(), p.scale.nan_to_num())
         scales[at] = 0
@@ -921,8 +938,9 @@ def test_kernels_decode(fmt, scale):
 
 @needs_kernels
 @pytest.mark.parametrize("name", ("ufp4-int4", "nvfp4"))
-@pytest.mark.parametrize("operand, gemms", (("x", ("fprop", "wgrad")), ("dy", ("dgrad", "wgrad")),
-                                            ("w", ("fprop", None)), ("w", (None, "dgrad"))))
+@pytest.mark.parametrize("operand, gemms", (
+    ("x", ("fprop", "wgrad")), ("dy", ("dgrad", "wgrad")),
+    ("w", ("fprop", None)), ("w", (None, "dgrad"))))
 def test_kernels_a_layers_operands_are_the_references(name, operand, gemms):
     """From the same seed, kept or not, of experts too: the values of ufp4's quantizers,
     but codes times FP32 scales are rounded to bfloat16."""
@@ -936,7 +954,7 @@ def test_kernels_a_layers_operands_are_the_references(name, operand, gemms):
             assert got is None
             continue
         expected = recipe.quantizer(operand, gemm)(v)
-        if DEVICE == "cpu" or operand == "w":           # a GPU draws other keys than a CPU
+        if DEVICE == "cpu" or operand == "w":       # a GPU draws other keys than a CPU
             t = 1.0 if got.tensor_scale is None else got.tensor_scale.cpu()
             expected = expected.bfloat16().float() if "ufp4" in name else expected
             assert torch.equal(got.decoded().cpu().float() * t, expected)
@@ -944,11 +962,15 @@ def test_kernels_a_layers_operands_are_the_references(name, operand, gemms):
 
 @needs_kernels
 def test_kernels_a_new_seed_has_new_signs_and_compiles_nothing():
-    """The signs are data: neither the name of an operand nor a kernel depends on them."""
+    """The signs are data:
+    neither the name of an operand nor a kernel depends on them."""
     x = randn(32, 32).to(DEVICE)
-    made = [kernels.quantize(x, replace(RECIPES["ufp4"], sign_seed=seed), "x", "fprop")[0]
-            for seed in (0, 1)]
-    assert made[0].name == made[1].name and not torch.equal(made[0].codes, made[1].codes)
+    made = []
+    for seed in (0, 1):
+        recipe = replace(RECIPES["ufp4"], sign_seed=seed)
+        made.append(kernels.quantize(x, recipe, "x", "fprop")[0])
+    assert (made[0].name == made[1].name
+            and not torch.equal(made[0].codes, made[1].codes))
     for seed, got in enumerate(made):
         expected = Quantizer(E1M2, signs=random_signs(seed))(x.cpu()).bfloat16()
         assert torch.equal(got.decoded().cpu(), expected)
@@ -956,27 +978,32 @@ def test_kernels_a_new_seed_has_new_signs_and_compiles_nothing():
 
 # ---- The kernels' products, and a layer on them --------------------------------------
 def within(got, a, b, rounded=False, results=0):
-    """|got - a b^T| is at most what the arithmetic can lose, for float64 a (M, K), b (N, K):
-    2^-8 of each, if they were `rounded` to bfloat16; 2^-23 of the terms with each of K
-    additions in float32; 2^-8 of the sum whenever it is rounded to bfloat16, `results`
-    times."""
+    """|got - a b^T| is at most what the arithmetic can lose,
+    for float64 a (M, K), b (N, K):
+
+    2^-8 of each, if they were `rounded` to bfloat16;
+    2^-23 of the terms with each of K additions in float32;
+    2^-8 of the sum whenever it is rounded to bfloat16, `results` times."""
     terms = a.abs() @ b.abs().T
     lost = terms * (((1 + 2.0**-8) ** 2 - 1 if rounded else 0) + a.shape[1] * 2.0**-23)
     lost += ((1 + 2.0**-8) ** results - 1) * (terms + lost)
     return bool(((got.double() - a @ b.T).abs() <= lost).all())
 
-# The interpreter reads E4M3 scales as E8M0 in dot_scaled, so fp4x4 is tested with E8M0 ones.
+# The interpreter reads E4M3 scales as E8M0 in dot_scaled,
+# so fp4x4 is tested with E8M0 ones.
 @needs_kernels
 @pytest.mark.parametrize("path, fmt, scale", (
     ("fp4", "e2m1", "e8m0"), ("fp8", "e1m2", "e8m0_up"), ("fp4x4", "e1m2", "e8m0_up"),
     ("cublas", "e1m2", "e4m3_up"), ("cublas", "e1m2", "fp32")))
 def test_kernels_matmul_multiplies_the_decoded_operands(path, fmt, scale, monkeypatch):
-    """Ragged tiles in M, N and K. Codes and scales multiply exactly: only sums differ."""
+    """Ragged tiles in M, N and K.
+    Codes and scales multiply exactly: only sums differ."""
     if path != "cublas" and not kernels.INTERPRET:
         pytest.skip("runs where the hardware has such a path, or in the interpreter")
     q = Quantizer(FORMATS[fmt], SCALES[scale], BLOCKS[scale], SIGNS)
     if path != "cublas":
-        monkeypatch.setitem(kernels.NATIVE, (kernels.BITS[fmt][0], "e8m0", 32), (path, ()))
+        monkeypatch.setitem(kernels.NATIVE, (kernels.BITS[fmt][0], "e8m0", 32),
+                            (path, ()))
     x, w = randn(129, 160), randn(130, 160, seed=1)
     forms = ("packed" if path == "cublas" else "swizzled", "")
     a, b = (quantized(v, q, None, forms)[0] for v in (x, w))
@@ -989,7 +1016,8 @@ def test_kernels_matmul_multiplies_the_decoded_operands(path, fmt, scale, monkey
         assert within(got, q(x).double(), q(w).double(), scale == "fp32", results)
 
 def test_kernels_routes():
-    """The path of each recipe, and the combinations that a Triton version gets wrong."""
+    """The path of each recipe,
+    and the combinations that a Triton version gets wrong."""
     def path(name, arch):
         return kernels.route(RECIPES[name], arch)
 
@@ -997,7 +1025,8 @@ def test_kernels_routes():
     for arch in archs:
         assert path("bf16", arch) == "torch"
         assert path("ufp4", arch) == path("e2m1", arch) == "cublas"
-    assert [path("nvfp4", a) for a in archs] == ["cublas"] * 2 + ["fp4"] * 3 + ["cublas"]
+    assert [path("nvfp4", a) for a in archs] == (
+        ["cublas"] * 2 + ["fp4"] * 3 + ["cublas"])
     assert [path("mxfp4", a) for a in archs] == ["cublas"] * 2 + ["fp4"] * 4
     assert [path("ufp4-mx", a) for a in archs] == ["cublas"] * 2 + ["fp8"] * 4
     assert [path("ufp4-e4m3", a) for a in archs] == ["cublas"] * 4 + ["fp4x4", "cublas"]
@@ -1011,35 +1040,44 @@ def test_kernels_routes():
 
 @pytest.fixture(scope="module", autouse=True)
 def lowered(request):
-    """What is compiled for other GPUs: in processes beside the tests, from the first on."""
+    """What is compiled for other GPUs:
+    in processes beside the tests, from the first on."""
     tests = [item for item in request.session.items if "compile_to" in item.name]
     calls = [test.callspec.params["call"] for test in tests]
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         yield {call: pool.submit(bench.lowering, *call) for call in calls}
 
-# The count is of one program's code. On sm_10x an instruction is 128 x 256 x 256 bits of K,
-# and the loop's first step is peeled off it; mma.sync has 16 x 8 x 256 bits a warp.
+# The count is of one program's code.
+# On sm_10x an instruction is 128 x 256 x 256 bits of K, and the loop's first step is
+# peeled off it; mma.sync has 16 x 8 x 256 bits a warp.
 @needs_kernels
 @pytest.mark.parametrize("call, instruction, count", (
-    (("matmul_kernel", "nvfp4", "sm_100"), "tcgen05.mma.cta_group::1.kind::mxf4nvf4", 8),
-    (("matmul_kernel", "ufp4-mx", "sm_103"), "tcgen05.mma.cta_group::1.kind::mxf8f6f4", 8),
-    (("matmul_kernel", "ufp4-e4m3", "sm_120"), "mma.sync.aligned.m16n8k64.row.col."
-     "kind::mxf4nvf4.block_scale.scale_vec::4X", 4 * 128 // 16 * 128 // 8 // 8),
-    (("matmul_kernel", "mxfp4", "gfx950"), "v_mfma_scale_f32_32x32x64_f8f6f4", 4 * 4 * 2 // 4)))
+    (("matmul_kernel", "nvfp4", "sm_100"),
+     "tcgen05.mma.cta_group::1.kind::mxf4nvf4", 8),
+    (("matmul_kernel", "ufp4-mx", "sm_103"),
+     "tcgen05.mma.cta_group::1.kind::mxf8f6f4", 8),
+    (("matmul_kernel", "ufp4-e4m3", "sm_120"),
+     "mma.sync.aligned.m16n8k64.row.col.kind::mxf4nvf4.block_scale.scale_vec::4X",
+     4 * 128 // 16 * 128 // 8 // 8),
+    (("matmul_kernel", "mxfp4", "gfx950"),
+     "v_mfma_scale_f32_32x32x64_f8f6f4", 4 * 4 * 2 // 4)))
 def test_kernels_what_products_compile_to(call, instruction, count, lowered):
     got = lowered[call].result()
-    assert got.get("instruction", got).startswith(instruction) and got["count"] == count, got
+    assert (got.get("instruction", got).startswith(instruction)
+            and got["count"] == count), got
     assert (got["spills"] or 0) <= 12, got
 
 @needs_kernels
 @pytest.mark.parametrize("call", [("quantize_kernel", "dY of a layer", "sm_90")])
 def test_kernels_what_quantizers_compile_to(call, lowered):
-    """All of its code, per element of a tile; it keeps (nearly) all it needs in registers."""
+    """All of its code, per element of a tile;
+    it keeps (nearly) all it needs in registers."""
     got = lowered[call].result()
     assert got["spills"] <= 12 and got["per_element"] < 66, got
 
 def as_if_on(arch, monkeypatch):
-    """In the interpreter, which has no GPU but multiplies as Blackwell: routes of `arch`."""
+    """In the interpreter, which has no GPU but multiplies as Blackwell:
+    routes of `arch`."""
     monkeypatch.setattr(kernels, "architecture", lambda device: arch)
     monkeypatch.setattr(kernels, "failed_check", new_check(arch))
 
@@ -1050,12 +1088,15 @@ def new_check(arch):
 
 @needs_kernels
 @pytest.mark.parametrize("name, grouped, arch, paths", (
-    ("ufp4", False, "sm_120", []), ("ufp4", True, "sm_90", []), ("nvfp4", False, "sm_90", []),
-    ("nvfp4", True, "sm_120", []), ("mxfp4", True, "sm_120", []),
-    ("mxfp4", False, "sm_120", ["fp4"]), ("ufp4-mx", False, "sm_120", ["fp8"])))
+    ("ufp4", False, "sm_120", []), ("ufp4", True, "sm_90", []),
+    ("nvfp4", False, "sm_90", []), ("nvfp4", True, "sm_120", []),
+    ("mxfp4", True, "sm_120", []), ("mxfp4", False, "sm_120", ["fp4"]),
+    ("ufp4-mx", False, "sm_120", ["fp8"])))
 def test_kernels_a_layer_equals_the_reference(name, grouped, arch, paths, monkeypatch):
-    """Both passes, from the same seed, on Blackwell's paths too, with tokens that fill no
-    block. Exact up to the order of sums; with experts or FP32 scales up to bfloat16."""
+    """Both passes, from the same seed, on Blackwell's paths too,
+    with tokens that fill no block.
+
+    Exact up to the order of sums; with experts or FP32 scales up to bfloat16."""
     if kernels.INTERPRET:
         as_if_on(arch, monkeypatch)
     else:                                       # what this GPU has
@@ -1069,14 +1110,18 @@ def test_kernels_a_layer_equals_the_reference(name, grouped, arch, paths, monkey
     if kernels.INTERPRET and arch == "sm_120" and name == "nvfp4":
         # whose dot_scaled reads E4M3 scales as E8M0, which experts do not need
         monkeypatch.setattr(kernels, "failed_check", lambda *args: None)
-    assert kernels.why_not(RECIPES[name], x.device, x.dtype) is None    # it checks itself
-    monkeypatch.setattr(kernels, "product_shape", lambda *a: taken.append(a[0]) or made(*a))
+    # Here the kernels check themselves.
+    assert kernels.why_not(RECIPES[name], x.device, x.dtype) is None
+    monkeypatch.setattr(kernels, "product_shape",
+                        lambda *a: taken.append(a[0]) or made(*a))
     for backend in ("triton", "torch"):
         monkeypatch.setenv("UFP4_BACKEND", backend)
         torch.manual_seed(4)
         y = ufp4.linear(x, w, name, offsets)
-        results.append((y, *torch.autograd.grad(y, (x, w), randn(40, 32, seed=2).to(DEVICE))))
-    # 48 tokens, in blocks of 16, are no whole 16 bytes of codes: GEMM 3 of nvfp4 decodes
+        dy = randn(40, 32, seed=2).to(DEVICE)
+        results.append((y, *torch.autograd.grad(y, (x, w), dy)))
+    # 48 tokens, in blocks of 16, are no whole 16 bytes of codes:
+    # GEMM 3 of nvfp4 decodes.
     assert taken == paths * (2 if name == "nvfp4" else 3)
     for got, expected in zip(*results):
         assert got.dtype == torch.float32 and got.shape == expected.shape
@@ -1084,15 +1129,17 @@ def test_kernels_a_layer_equals_the_reference(name, grouped, arch, paths, monkey
         assert error < (2.0**-7 if grouped or name == "ufp4" else 2.0**-20)
 
 @needs_kernels
-@pytest.mark.parametrize("name, most", (("ufp4", 0.38), ("nvfp4", 0.29), ("mxfp4", 0.27)))
+@pytest.mark.parametrize("name, most", (
+    ("ufp4", 0.38), ("nvfp4", 0.29), ("mxfp4", 0.27)))
 def test_kernels_keep_the_input_in_4_bits(name, most, monkeypatch):
-    """Bytes that autograd keeps of X, over bfloat16's; nothing with a frozen weight. (X^T is
-    as large as swizzled scales are filled up: 128 rows, four blocks.)"""
+    """Bytes that autograd keeps of X, over bfloat16's; nothing with a frozen weight.
+    (X^T is as large as swizzled scales are filled up: 128 rows, four blocks.)"""
     monkeypatch.setenv("UFP4_BACKEND", "triton")
     x = randn(128, 128).to(DEVICE).requires_grad_()
     for training in (True, False):
         w, kept = randn(32, 128, seed=1).to(DEVICE).requires_grad_(training), []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(
+                lambda t: kept.append(t) or t, lambda t: t):
             ufp4.linear(x, w, name)
         ratio = sum(t.nbytes for t in kept if t is not w) / (2 * x.numel())
         assert 0.25 < ratio <= most if training else ratio == 0
@@ -1100,7 +1147,8 @@ def test_kernels_keep_the_input_in_4_bits(name, most, monkeypatch):
 @needs_kernels
 @pytest.mark.parametrize("name", ("ufp4", "nvfp4"))
 def test_kernels_take_a_batch_without_tokens_and_frozen_tensors(name, monkeypatch):
-    """No tokens: outputs of no rows, and a gradient of zeros. Frozen X or W: no gradient."""
+    """No tokens: outputs of no rows, and a gradient of zeros.
+    Frozen X or W: no gradient."""
     monkeypatch.setenv("UFP4_BACKEND", "triton")
     for tokens, of_x, of_w in ((0, True, True), (16, True, False), (16, False, True)):
         x = randn(tokens, 32).to(DEVICE).requires_grad_(of_x)
@@ -1135,17 +1183,20 @@ def test_kernels_take_fake_tensors_and_remember_nothing_of_them(monkeypatch):
     x = randn(32, 32).to(DEVICE)
     y = ufp4.linear(x, x, recipe)
     with FakeTensorMode() as mode:
-        assert ufp4.linear(mode.from_tensor(x), mode.from_tensor(x), recipe).shape == y.shape
+        fake = ufp4.linear(mode.from_tensor(x), mode.from_tensor(x), recipe)
+        assert fake.shape == y.shape
     assert torch.equal(ufp4.linear(x, x, recipe), y) and y.isfinite().all()
 
 @needs_kernels
 @pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
-def test_kernels_a_layer_on_the_kernels_compiles_without_graph_breaks(backend, monkeypatch):
+def test_kernels_a_layer_on_the_kernels_compiles_without_graph_breaks(
+        backend, monkeypatch):
     """Both passes of a grouped layer in one graph, the same numbers; the seed fixes the
     random bits. (What inductor draws is its own, so dY is to nearest there.)"""
     monkeypatch.setenv("UFP4_BACKEND", "triton")
     recipe = replace(RECIPES["nvfp4"], sr=("dy",) if backend == "aot_eager" else ())
-    x, w = (randn(*shape).to(DEVICE).requires_grad_() for shape in ((24, 16), (2, 16, 16)))
+    x, w = (randn(*shape).to(DEVICE).requires_grad_()
+            for shape in ((24, 16), (2, 16, 16)))
     offsets = torch.tensor([5, 24], device=DEVICE)
 
     def layer(x, w):
@@ -1159,7 +1210,8 @@ def test_kernels_a_layer_on_the_kernels_compiles_without_graph_breaks(backend, m
     with compiling():
         graph = torch.compile(layer, fullgraph=True, backend=backend)
         for other in (layer, graph):
-            assert all(torch.equal(a, b) for a, b in zip(results(graph), results(other)))
+            assert all(torch.equal(a, b)
+                       for a, b in zip(results(graph), results(other)))
 
 # ---- The choice of backend -----------------------------------------------------------
 class Mine(ufp4.Recipe):
@@ -1167,9 +1219,10 @@ class Mine(ufp4.Recipe):
 
 @needs_kernels
 def test_kernels_backends_are_chosen_and_said(monkeypatch):
-    """Unknown: an error. triton: the kernels, or an error. Else what the kernels can't do
-    runs on the reference, and a GPU's user is told once."""
-    cpu, gpu = torch.device("cpu"), torch.device("cuda:99")         # which no machine has
+    """Unknown: an error. triton: the kernels, or an error.
+    Else what the kernels can't do runs on the reference,
+    and a GPU's user is told once."""
+    cpu, gpu = torch.device("cpu"), torch.device("cuda:99")     # which no machine has
     odd = (replace(RECIPES["ufp4"], block=8), Mine("mine"))
     monkeypatch.setenv("UFP4_BACKEND", "cuda")
     with pytest.raises(ValueError, match="=cuda: it must be torch, triton or not set"):
@@ -1186,7 +1239,8 @@ def test_kernels_backends_are_chosen_and_said(monkeypatch):
         with pytest.raises(ValueError, match="need a GPU"):
             ufp4.choose_backend(RECIPES["ufp4"], torch.device("meta"), torch.float32)
     monkeypatch.delenv("UFP4_BACKEND")
-    for recipe, why in ((odd[0], "of 16"), (odd[1], "subclass"), (RECIPES["e2m1"], "cannot run")):
+    for recipe, why in ((odd[0], "of 16"), (odd[1], "subclass"),
+                        (RECIPES["e2m1"], "cannot run")):
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("default")
             for _ in range(3):
@@ -1213,7 +1267,8 @@ def one_up(f):
      "values of dy for dgrad"),
     ("block_scale", one_up, "values of x for fprop, row"),
     ("bind", lambda f: lambda v, n: f(v[::-1], n), "values of x for fprop, row"),
-    ("decode_kernel", lambda f: {(3,): lambda *a: None}, "cannot run a kernel here: KeyError"),
+    ("decode_kernel", lambda f: {(3,): lambda *a: None},
+     "cannot run a kernel here: KeyError"),
     ("matmul", lambda f: lambda *a: f(*a) * 1.02, "Y of fprop, row ")))
 def test_kernels_their_check_catches_what_is_broken(name, broken, where, monkeypatch):
     """A warning says what differs and where, and the reference takes over."""
@@ -1233,7 +1288,8 @@ def test_kernels_without_triton_it_says_so_once():
             chosen = ufp4.choose_backend(recipe, gpu, torch.float32)
             print(chosen is ufp4.QuantizedMatmul)
         """
-    done = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=HERE,
+                          capture_output=True, text=True)
     said, error = done.stderr.split("Traceback")
     assert done.stdout == "True\nTrue\n" and said.count("'ufp4' runs without") == 1
     assert "ValueError" in error and all("triton" in text for text in (said, error))
@@ -1245,8 +1301,10 @@ def test_kernels_a_plan_of_memory_needs_no_triton():
         import bench
         bench.main(["plan", "--model", "small"])
         """
-    done = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True)
-    assert "GiB a GPU" in done.stdout and "cannot be imported" in done.stdout, done.stderr
+    done = subprocess.run([sys.executable, "-c", code], cwd=HERE,
+                          capture_output=True, text=True)
+    assert ("GiB a GPU" in done.stdout
+            and "cannot be imported" in done.stdout), done.stderr
 
 # ---- train.py ------------------------------------------------------------------------
 TINY = ("--layers 2 --dim 32 --heads 2 --hidden 32 --seq-len 32 --batch-size 4 --steps 8 "
