@@ -1307,26 +1307,29 @@ def test_kernels_a_plan_of_memory_needs_no_triton():
             and "cannot be imported" in done.stdout), done.stderr
 
 # ---- train.py ------------------------------------------------------------------------
-TINY = ("--layers 2 --dim 32 --heads 2 --hidden 32 --seq-len 32 --batch-size 4 --steps 8 "
-        "--warmup 2 --eval-interval 4 --eval-windows 3 --save-interval 2 --log-interval 1 "
-        "--sample 0 --device cpu --dtype float32").split()
+TINY = ("--layers 2 --dim 32 --heads 2 --hidden 32 --seq-len 32 --batch-size 4 "
+        "--steps 8 --warmup 2 --eval-interval 4 --eval-windows 3 --save-interval 2 "
+        "--log-interval 1 --sample 0 --device cpu --dtype float32").split()
 MOE = ["--experts", "3", "--top-k", "2"]
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "little.txt"
-    path.write_text("".join(f"def f{i}(x):\n    return x + {i * i}\n\n" for i in range(400)))
+    path.write_text("".join(f"def f{i}(x):\n    return x + {i * i}\n\n"
+                            for i in range(400)))
     return path
 
 @pytest.fixture
 def settings(text, tmp_path, monkeypatch):
     """Settings of a tiny run: settings("--recipe", ...)."""
-    monkeypatch.setattr(train, "prepare", lambda name: prepare.prepare(name, tmp_path / "data"))
+    monkeypatch.setattr(train, "prepare",
+                        lambda name: prepare.prepare(name, tmp_path / "data"))
     common = [*TINY, "--data", str(text), "--out", str(tmp_path / "out/run")]
     return lambda *flags: train.parse_args([*common, *flags])
 
 def weights(out):
-    """The model of a run's last checkpoint, {name: whole tensor}, whatever ranks wrote it."""
+    """The model of a run's last checkpoint, {name: whole tensor},
+    whatever ranks wrote it."""
     dcp_to_torch_save(train.checkpoints(Path(out))[-1], Path(out) / "whole.pt")
     return torch.load(Path(out) / "whole.pt", weights_only=False)["model"]
 
@@ -1345,40 +1348,47 @@ def said(capsys, code, run, s):
     assert stopped.value.code == code
     return capsys.readouterr().err
 
-@pytest.mark.parametrize("flags", [["--recipe", "ufp4"], ["--recipe", "bf16", *MOE],
-                                   ["--recipe", "nvfp4", "--sr", "x,dy", "--keep-bf16", "1", *MOE]])
+@pytest.mark.parametrize("flags", [
+    ["--recipe", "ufp4"], ["--recipe", "bf16", *MOE],
+    ["--recipe", "nvfp4", "--sr", "x,dy", "--keep-bf16", "1", *MOE]])
 def test_train_a_run_learns_logs_and_repeats(settings, flags, capsys):
-    s = settings(*flags, "--steps", "14", "--lr", "2e-2", "--sample", "8", "--eval-interval", "7")
+    s = settings(*flags, "--steps", "14", "--lr", "2e-2", "--sample", "8",
+                 "--eval-interval", "7")
     loss = train.train(s)
     lines, kept = records(s.out), weights(s.out)
     assert [line["step"] for line in lines] == list(range(1, 15))
-    assert lines[0]["train_loss"] == pytest.approx(math.log(256), abs=0.1)      # uniform at first
+    # At first the prediction is uniform.
+    assert lines[0]["train_loss"] == pytest.approx(math.log(256), abs=0.1)
     assert loss == lines[-1]["val_loss"] < 4 and "val_loss" not in lines[-2]
     assert len(train.checkpoints(Path(s.out))) == 2
     header = train.read_log(Path(s.out) / "log.jsonl")[0]
     assert header["settings"]["recipe"] == s.recipe and header["processes"] == 1
-    assert header["torch"] == torch.__version__ and header["hardware"] and "commit" in header
+    assert (header["torch"] == torch.__version__ and header["hardware"]
+            and "commit" in header)
     if s.experts:
         assert all(1 <= line["max_load"] <= 3 for line in lines)
     with pytest.raises(ValueError, match="holds a run; add --resume to go on"):
         train.train(s)
     shutil.rmtree(s.out)
-    assert train.train(s) == loss and same_weights(weights(s.out), kept)        # the same again
+    # The same again.
+    assert train.train(s) == loss and same_weights(weights(s.out), kept)
     printed = capsys.readouterr().out
     assert "--- sample" in printed and "float32 on 1 x" in printed.splitlines()[0]
 
 def test_train_overrides_reach_the_recipe_and_the_blocks(settings):
     flags = "--recipe e2m1 --rht fprop,wgrad --sr none --scale e4m3 --tiles".split()
     s = settings(*flags, "--keep-bf16", "1", "--seed", "5")
-    recipe = dataclasses.replace(RECIPES["e2m1"], rht=("fprop", "wgrad"), sr=(), scale="e4m3",
-                                 tiles=True, sign_seed=5)
+    recipe = dataclasses.replace(RECIPES["e2m1"], rht=("fprop", "wgrad"), sr=(),
+                                 scale="e4m3", tiles=True, sign_seed=5)
     assert train.make_recipe(s) == recipe
     for more in [], MOE:
         model = train.GPT(settings(*flags, "--keep-bf16", "1", *more), recipe, 256)
         assert type(model.lm_head) is nn.Linear
         for block, name in zip(model.blocks, ("e2m1", "bf16")):
-            assert {m.recipe.name for m in block.modules() if hasattr(m, "recipe")} == {name}
-    fresh = train.parse_args(["--model", "nano", "--device", "cpu", *flags, "--seed", "3"])
+            names = {m.recipe.name for m in block.modules() if hasattr(m, "recipe")}
+            assert names == {name}
+    fresh = train.parse_args(["--model", "nano", "--device", "cpu", *flags,
+                              "--seed", "3"])
     assert fresh.out == "out/nano-e2m1-scale.e4m3-rht.fprop+wgrad-sr.none-tiles.True-s3"
 
 def test_train_learning_rate_warms_up_and_decays(settings):
@@ -1386,15 +1396,18 @@ def test_train_learning_rate_warms_up_and_decays(settings):
     lrs = [train.learning_rate(i, s) for i in range(100)]
     assert lrs[0] == 0.1 and lrs[9] == lrs[10] == 1.0 and lrs[-1] == pytest.approx(0.2)
     assert all(a > b for a, b in zip(lrs[10:], lrs[11:]))
-    assert train.parse_args(["--model", "nano", "--device", "cpu", "--steps", "20"]).warmup == 4
+    short = train.parse_args(["--model", "nano", "--device", "cpu", "--steps", "20"])
+    assert short.warmup == 4
 
 def test_train_what_the_optimizer_gets(settings, monkeypatch):
     """The step's learning rate, decay for matrices alone, a clipped gradient."""
     steps, real = [], torch.optim.AdamW.step
 
     def step(self, closure=None):
-        parameters = [(p, group) for group in self.param_groups for p in group["params"]]
-        assert all(g["weight_decay"] == (0.3 if p.dim() > 1 else 0) for p, g in parameters)
+        parameters = [(p, group)
+                      for group in self.param_groups for p in group["params"]]
+        for p, group in parameters:
+            assert group["weight_decay"] == (0.3 if p.dim() > 1 else 0)
         norm = math.sqrt(sum(p.grad.square().sum().item() for p, _ in parameters))
         if self.param_groups[0]["lr"]:                  # DCP, too, steps, at 0
             steps.append(({g["lr"] for _, g in parameters}, norm))
@@ -1411,12 +1424,14 @@ def test_train_what_the_optimizer_gets(settings, monkeypatch):
 def test_train_validation_is_the_mean_of_evenly_spaced_windows(settings):
     s = settings("--recipe", "bf16", *MOE, "--grad-accum", "2")
     tokens = np.random.default_rng(0).integers(0, 256, 1000).astype(np.uint16)
-    model, ids = train.GPT(s, RECIPES["bf16"], 256), torch.from_numpy(tokens.astype(np.int64))
+    model, ids = (train.GPT(s, RECIPES["bf16"], 256),
+                  torch.from_numpy(tokens.astype(np.int64)))
     model.init_weights()
     with torch.no_grad():
         for p in model.parameters():
             p *= 3                                      # so that windows differ
-        nll = [model(ids[None, i:i + 32], ids[None, i + 1:i + 33]).item() for i in (0, 483, 967)]
+        nll = [model(ids[None, i:i + 32], ids[None, i + 1:i + 33]).item()
+               for i in (0, 483, 967)]
     for block in model.blocks:
         block.mlp.load.zero_()
     assert train.evaluate(model, tokens, s) == pytest.approx(sum(nll) / 3, rel=1e-5)
@@ -1458,18 +1473,22 @@ def test_train_moe_is_the_weighted_sum_of_chosen_experts(settings):
     assert torch.allclose(moe.bias - bias, 1e-3 * torch.sign(mean - loads), atol=1e-7)
     assert not moe.load.any()
 
-def test_train_batches_are_random_windows_that_ranks_and_parts_share_out(settings, monkeypatch):
+def test_train_batches_are_random_windows_that_ranks_and_parts_share_out(
+        settings, monkeypatch):
     s = settings("--batch-size", "12")
-    shards = [np.arange(n, dtype=np.uint16) + 1000 * i for i, n in enumerate((400, 97, 330))]
+    shards = [np.arange(n, dtype=np.uint16) + 1000 * i
+              for i, n in enumerate((400, 97, 330))]
     x, y = train.get_batch(shards, s, 3)
-    assert torch.equal(y, x + 1) and x.shape == (12, 32)                # targets: the next tokens
+    assert torch.equal(y, x + 1) and x.shape == (12, 32)    # targets: the next tokens
     assert torch.equal(x, train.get_batch(shards, s, 3)[0])
     assert not torch.equal(x, train.get_batch(shards, s, 4)[0])
     other = settings("--batch-size", "12", "--seed", "1")
     assert not torch.equal(x, train.get_batch(shards, other, 3)[0])
-    starts = torch.cat([train.get_batch(shards, s, step)[0][:, 0] for step in range(1500)])
-    windows = [1000 * i + j for i, n in enumerate((400, 97, 330)) for j in range(n - 32)]
-    assert sorted(set(starts.tolist())) == windows                      # each window of each file
+    starts = torch.cat([train.get_batch(shards, s, step)[0][:, 0]
+                        for step in range(1500)])
+    windows = [1000 * i + j
+               for i, n in enumerate((400, 97, 330)) for j in range(n - 32)]
+    assert sorted(set(starts.tolist())) == windows          # each window of each file
     monkeypatch.setattr(train, "WORLD", 3)
     s.grad_accum, rows = 2, []
     for part, rank in np.ndindex(2, 3):
@@ -1478,23 +1497,27 @@ def test_train_batches_are_random_windows_that_ranks_and_parts_share_out(setting
     assert torch.equal(torch.cat(rows), x)
 
 @pytest.mark.parametrize("model,total,active", [
-    ("nano", 0.87e6, 0.87e6), ("nano-moe", 2.84e6, 0.93e6), ("small", 25.97e6, 25.97e6),
-    ("small-moe", 151.5e6, 26.1e6), ("dense-1.5b", 1.5e9, 1.5e9), ("moe-7.9b", 7.9e9, 1.3e9),
+    ("nano", 0.87e6, 0.87e6), ("nano-moe", 2.84e6, 0.93e6),
+    ("small", 25.97e6, 25.97e6), ("small-moe", 151.5e6, 26.1e6),
+    ("dense-1.5b", 1.5e9, 1.5e9), ("moe-7.9b", 7.9e9, 1.3e9),
     ("moe-124b", 124e9, 5.1e9)])
 def test_train_presets_have_their_size_within_a_percent(model, total, active):
     """The last three are the paper's. Against a sum by hand, too."""
     s = train.parse_args(["--model", model, "--device", "cpu"])
     c, h, e, v = s.dim, s.hidden, s.experts, 50257 if s.data == "fineweb" else 256
-    layer = [4 * c * c + 2 * c + 3 * c * h * (k + 1 if e else 1) + c * e for k in (e, s.top_k)]
+    layer = [4 * c * c + 2 * c + 3 * c * h * (k + 1 if e else 1) + c * e
+             for k in (e, s.top_k)]
     n, a = (s.layers * x + c + 2 * v * c for x in layer)
     assert n == pytest.approx(total, rel=0.01) and a == pytest.approx(active, rel=0.01)
     with torch.device("meta"):
         assert train.counts(train.GPT(s, RECIPES["ufp4"], v), s)[:2] == (n, a)
 
 def test_train_rematerialization_draws_the_same_bits(settings, tmp_path, monkeypatch):
-    """Random bits in the forward pass (--sr x,w,dy) and in the backward: the same run, bit for
-    bit, though each block's forward pass runs twice in training."""
-    flags = ["--recipe", "ufp4", "--sr", "x,w,dy", *MOE, "--grad-accum", "2", "--steps", "3"]
+    """Random bits in the forward pass (--sr x,w,dy) and in the backward:
+    the same run, bit for bit,
+    though each block's forward pass runs twice in training."""
+    flags = ["--recipe", "ufp4", "--sr", "x,w,dy", *MOE, "--grad-accum", "2",
+             "--steps", "3"]
     found, real = [], train.Block.forward
     monkeypatch.setattr(train.Block, "forward", lambda self, x: (
         passes.append(self.training), real(self, x))[1])
@@ -1507,8 +1530,10 @@ def test_train_rematerialization_draws_the_same_bits(settings, tmp_path, monkeyp
     assert same_weights(kept, again) and lines == same_lines
     assert once == 3 * 2 * 2 and twice == 2 * once
 
-def test_train_compiles_a_block_of_each_kind_once_also_to_rematerialize(settings, monkeypatch):
-    """With the gradients of eager mode, and a noise report that sees into the blocks."""
+def test_train_compiles_a_block_of_each_kind_once_also_to_rematerialize(
+        settings, monkeypatch):
+    """With the gradients of eager mode,
+    and a noise report that sees into the blocks."""
     graphs, real, found = [], torch.compile, []
 
     def backend(graph, inputs):
@@ -1528,10 +1553,11 @@ def test_train_compiles_a_block_of_each_kind_once_also_to_rematerialize(settings
             found.append([p.grad for p in model.parameters()])
             torch.manual_seed(0)
             found.append(train.fprop_noise(model, tokens))
-            model(tokens, tokens).backward()            # still compiled, and no new graph
+            model(tokens, tokens).backward()        # still compiled, and no new graph
     assert len(graphs) == 2
     assert found[1] == found[3] and found[1]["worst_layer"].startswith("blocks.")
-    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(found[0], found[2]))
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6)
+               for a, b in zip(found[0], found[2]))
 
 def test_train_without_its_last_checkpoint_a_run_goes_on_from_the_one_before(settings):
     s = settings("--recipe", "bf16")
@@ -1550,7 +1576,8 @@ def test_train_a_run_that_is_over_is_validated_again_and_its_log_stays(settings)
     assert train.train(settings("--recipe", "bf16", "--resume")) == loss
     assert records(s.out) == lines
 
-def test_train_a_run_that_died_before_its_first_line_can_start_again(settings, monkeypatch):
+def test_train_a_run_that_died_before_its_first_line_can_start_again(
+        settings, monkeypatch):
     with monkeypatch.context() as m:
         m.setattr(train, "learning_rate", lambda step, s: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -1568,9 +1595,10 @@ def test_train_resume_and_branch_refuse_another_run(settings, text, tmp_path):
 
     assert "there is no checkpoint" in refused("--resume")
     train.train(settings(*bf16))
-    start = str(train.checkpoints(tmp_path / "out/run")[0])                     # of step 6
+    start = str(train.checkpoints(tmp_path / "out/run")[0])     # of step 6
     assert "dim is 64 now and was 32" in refused("--resume", "--dim", "64")
-    assert "recipe is 'ufp4' now and was 'bf16'" in refused("--resume", "--recipe", "ufp4")
+    assert "recipe is 'ufp4' now and was 'bf16'" in refused(
+        "--resume", "--recipe", "ufp4")
     assert "steps is 10 now and was 8" in refused("--resume", "--steps", "10")
     new = ["--out", str(tmp_path / "out/new")]
     assert "made 6 steps, so --steps 6 leaves none" in refused(
@@ -1581,27 +1609,29 @@ def test_train_resume_and_branch_refuse_another_run(settings, text, tmp_path):
         out = ["--out", str(tmp_path / "out" / recipe)]
         train.train(settings(*bf16, *out, "--branch", start, "--recipe", recipe))
         assert [line["step"] for line in records(tmp_path / "out" / recipe)] == [7, 8]
-        same = same_weights(weights(tmp_path / "out" / recipe), weights(tmp_path / "out/run"))
+        same = same_weights(weights(tmp_path / "out" / recipe),
+                            weights(tmp_path / "out/run"))
         assert same == (recipe == "bf16")
     (tmp_path / "mine.txt").write_text(text.read_text().upper())
-    assert "data is 'mine-" in refused("--resume")                              # another text
+    assert "data is 'mine-" in refused("--resume")              # another text
     for path in train.checkpoints(tmp_path / "out/run"):
         shutil.rmtree(path)
     assert "holds the log of a run without checkpoints" in refused()
 
-def test_train_loss_error_is_relative_to_the_bf16_run_beside(settings, tmp_path, capsys):
+def test_train_loss_error_is_relative_to_the_bf16_run_beside(
+        settings, tmp_path, capsys):
     def run(name, *flags):
         return train.train(settings("--out", str(tmp_path / "out" / name), *flags))
 
     bf16 = run("b", "--recipe", "bf16")
     run("../start", "--recipe", "e2m1")
     start = str(train.checkpoints(tmp_path / "start")[0])
-    run("a", "--recipe", "bf16", "--branch", start)                             # in part in 4 bits
+    run("a", "--recipe", "bf16", "--branch", start)             # in part in 4 bits
     capsys.readouterr()
     loss = run("e", "--recipe", "e2m1")
     assert f"loss error {(loss - bf16) / bf16:+.2%}" in capsys.readouterr().out
     log = tmp_path / "out/b/log.jsonl"
-    log.write_text("".join(log.open().readlines()[:5]))                         # stopped at step 4
+    log.write_text("".join(log.open().readlines()[:5]))         # stopped at step 4
     mine = train.read_log(tmp_path / "out/e/log.jsonl")[0]["settings"]
     assert "finish a run of --recipe bf16" in train.loss_error(settings(), mine, loss)
 
@@ -1652,8 +1682,10 @@ def test_train_help_shows_every_default(capsys):
             flag = "--" + f.name.replace("_", "-")
             assert re.search(rf"{flag} ((?! --).)*\(default: {f.default}\)", text)
 
-def test_train_what_is_not_finite_stops_the_run_before_it_is_saved(settings, monkeypatch, capsys):
-    """A loss or gradient, though later ones are finite, and however seldom the log looks."""
+def test_train_what_is_not_finite_stops_the_run_before_it_is_saved(
+        settings, monkeypatch, capsys):
+    """A loss or gradient, though later ones are finite,
+    and however seldom the log looks."""
     real, passes = train.GPT.forward, []
 
     def forward(self, tokens, targets=None):
@@ -1672,8 +1704,9 @@ def test_train_what_is_not_finite_stops_the_run_before_it_is_saved(settings, mon
                            (explode, "step 5: loss 5.*, gradient norm (nan|inf)")):
         for interval in "1", "100":
             passes.clear()
-            s = settings("--recipe", "bf16", "--eval-interval", "100", "--log-interval", interval,
-                         "--save-interval", "4", "--lr", "0")
+            s = settings("--recipe", "bf16", "--eval-interval", "100",
+                         "--log-interval", interval, "--save-interval", "4",
+                         "--lr", "0")
             shutil.rmtree(s.out, ignore_errors=True)
             error = said(capsys, 3, train.train, s)
             assert re.search(message + ".*; --resume would repeat.*setting", error)
@@ -1698,13 +1731,14 @@ def test_train_a_step_that_logs_nothing_waits_for_no_device(settings, monkeypatc
         return lambda self, *args, **kwargs: (waits.append((name, steps[-1:])),
                                               method(self, *args, **kwargs))[1]
 
-    for name in ("item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__float__", "__int__",
-                 "__index__"):
+    for name in ("item", "tolist", "numpy", "cpu", "nonzero",
+                 "__bool__", "__float__", "__int__", "__index__"):
         monkeypatch.setattr(torch.Tensor, name, counted(name))
     monkeypatch.setattr(train, "learning_rate", lambda step, s: (
         steps.append(step), real(step, s))[1])
     for flags in ["--recipe", "ufp4"], ["--recipe", "bf16", *MOE]:
-        rare = [x for name in ("log", "save", "eval") for x in (f"--{name}-interval", "5")]
+        rare = [x for name in ("log", "save", "eval")
+                for x in (f"--{name}-interval", "5")]
         s = settings(*flags, *rare, "--steps", "9")
         train.train(s)
         shutil.rmtree(s.out)
@@ -1721,15 +1755,19 @@ def test_train_noise_report_is_the_split_of_each_output(settings):
                   if isinstance(getattr(m, "weight", None), nn.Parameter)
                   and type(m) not in (nn.RMSNorm, nn.Linear)}
         seen, tokens = {}, torch.randint(256, (4, 32))
-        hooks = [m.register_forward_hook(lambda m, x, y, name=name: seen.update({name: (x, y)}))
-                 for name, m in layers.items()]
+        hooks = []
+        for name, m in layers.items():
+            keep = lambda m, x, y, name=name: seen.update({name: (x, y)})
+            hooks.append(m.register_forward_hook(keep))
         report = train.fprop_noise(model, tokens)
         expected = {}
         for name, ((x, *offsets), y) in seen.items():
-            w, x, y = layers[name].weight.double(), x.double().flatten(0, -2), y.double()
+            w, x, y = (layers[name].weight.double(), x.double().flatten(0, -2),
+                       y.double())
             if offsets:
                 ends = [0, *offsets[0].tolist()]
-                exact = torch.cat([x[a:b] @ w[e].T for e, (a, b) in enumerate(zip(ends, ends[1:]))])
+                groups = enumerate(zip(ends, ends[1:]))
+                exact = torch.cat([x[a:b] @ w[e].T for e, (a, b) in groups])
             else:
                 exact = x @ w.T
             exact, y = exact.flatten(), y.flatten()
@@ -1737,7 +1775,8 @@ def test_train_noise_report_is_the_split_of_each_output(settings):
             rest = y - slope * exact
             expected[f"blocks.0.{name}"] = slope, (rest @ rest / (exact @ exact)).item()
         slopes, noises = zip(*expected.values())
-        assert len(expected) == (8 if flags else 4) - 2 * bool(flags) and 0.001 < min(noises)
+        assert (len(expected) == (8 if flags else 4) - 2 * bool(flags)
+                and 0.001 < min(noises))
         assert report["slope"] == pytest.approx(np.mean(slopes), rel=1e-5)
         assert report["noise"] == pytest.approx(np.mean(noises), rel=1e-3)
         worst = max(expected, key=lambda name: expected[name][1])
@@ -1746,7 +1785,8 @@ def test_train_noise_report_is_the_split_of_each_output(settings):
         for hook in hooks:
             hook.remove()
         assert model.training and not any(m._forward_hooks for m in model.modules())
-        assert not any(m.load.any() for m in model.modules() if isinstance(m, train.MoE))
+        assert not any(m.load.any()
+                       for m in model.modules() if isinstance(m, train.MoE))
         bf16 = train.GPT(s, RECIPES["bf16"], 256)
         assert train.fprop_noise(bf16, tokens) == {}
 
@@ -1755,15 +1795,19 @@ def test_train_looking_at_a_run_changes_nothing_in_it(settings, tmp_path):
     often = [x for name in ("log", "save", "eval") for x in (f"--{name}-interval", "1")]
     found = []
     for i, flags in enumerate(([], often)):
-        s = settings("--sr", "x,w,dy", *MOE, *flags, "--out", str(tmp_path / f"out/{i}"))
+        s = settings("--sr", "x,w,dy", *MOE, *flags,
+                     "--out", str(tmp_path / f"out/{i}"))
         train.train(s)
         found.append((weights(s.out), [line["train_loss"] for line in records(s.out)]))
     assert same_weights(found[0][0], found[1][0]) and found[0][1] == found[1][1]
     assert all("noise" in line for line in records(s.out))
 
-def test_train_no_checkpoint_is_without_its_line_in_the_log(settings, tmp_path, monkeypatch):
-    """A step is validated and logged before it is saved. So when validation dies, resuming
-    trains and validates the steps after the last checkpoint again."""
+def test_train_no_checkpoint_is_without_its_line_in_the_log(
+        settings, tmp_path, monkeypatch):
+    """A step is validated and logged before it is saved.
+
+    So when validation dies, resuming trains and validates the steps after the last
+    checkpoint again."""
     whole = settings(*MOE, "--out", str(tmp_path / "out/whole"))
     train.train(whole)
     out, real, calls = str(tmp_path / "out/died"), train.evaluate, []
@@ -1787,10 +1831,12 @@ def test_train_prompt_only_continues_a_text_even_when_the_data_is_gone(
         settings, text, tmp_path, monkeypatch, capsys):
     mine = tmp_path / "mine.txt"
     mine.write_text(text.read_text())
-    flags = ["--recipe", "ufp4", *MOE, "--data", str(mine), "--steps", "4", "--sample", "9"]
+    flags = ["--recipe", "ufp4", *MOE, "--data", str(mine), "--steps", "4",
+             "--sample", "9"]
     s = settings(*flags)
     train.train(s)
-    files = {path: path.read_bytes() for path in Path(s.out).rglob("*") if path.is_file()}
+    files = {path: path.read_bytes()
+             for path in Path(s.out).rglob("*") if path.is_file()}
     mine.unlink()
     shutil.rmtree(tmp_path / "data")
     for name in "prepare", "evaluate", "get_batch", "save", "start_log":
@@ -1802,10 +1848,12 @@ def test_train_prompt_only_continues_a_text_even_when_the_data_is_gone(
         printed.append(capsys.readouterr().out)
     assert printed[0] == printed[1] and printed[0].startswith("déf ")
     assert len(printed[0].strip()) > len("déf ")
-    assert files == {path: path.read_bytes() for path in Path(s.out).rglob("*") if path.is_file()}
+    assert files == {path: path.read_bytes()
+                     for path in Path(s.out).rglob("*") if path.is_file()}
 
 def test_train_makes_no_float64_on_the_device(settings):
-    """For an MPS device can't hold it: in training, evaluation, the noise report, sampling."""
+    """For an MPS device can't hold it:
+    in training, evaluation, the noise report, sampling."""
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **kwargs or {})
@@ -1834,11 +1882,13 @@ def test_train_makes_no_float64_on_the_device(settings):
     ("--data nothing.txt", 1, "no data set or file is called 'nothing.txt'"),
     ("--seq-len 20000", 1, "fewer than a context and its target, 20001"),
     ("--out /dev/null/run", 1, "/dev/null/run")])
-def test_train_bad_input_is_one_clear_sentence(text, capsys, monkeypatch, flags, code, message):
+def test_train_bad_input_is_one_clear_sentence(
+        text, capsys, monkeypatch, flags, code, message):
     monkeypatch.setattr(train.signal, "signal", lambda *_: None)
     argv = [*TINY, *f"--data {text} --out {os.devnull} {flags}".split()]
     error = said(capsys, code, train.main, argv)
-    assert message in error and error.startswith("train.py: ") and error.count("\n") == 1
+    assert (message in error and error.startswith("train.py: ")
+            and error.count("\n") == 1)
 
 # ---- train.py in processes of its own ------------------------------------------------
 KILLED_IN_SAVE = """
@@ -1862,37 +1912,47 @@ train.nn.utils.clip_grad_norm_ = clip
 
 SIGNAL = """
 real_rate, train.learning_rate = train.learning_rate, lambda step, s: (
-    train.signal.raise_signal(train.signal.SIGTERM) if step == 4 and train.RANK == 1 else None,
+    train.signal.raise_signal(train.signal.SIGTERM)
+    if step == 4 and train.RANK == 1 else None,
     real_rate(step, s))[1]
 """
 
 def start_train(flags, text, tmp_path, preamble="", ranks=1):
     """train.py on `ranks` CPU processes, with something changed."""
     (tmp_path / "run.py").write_text(
-        f"import functools, sys\nsys.path.insert(0, {str(HERE)!r})\nimport train\n{preamble}\n"
+        f"import functools, sys\nsys.path.insert(0, {str(HERE)!r})\n"
+        f"import train\n{preamble}\n"
         "train.torch.compiler.set_stance('force_eager')\n"
-        f"train.prepare = functools.partial(train.prepare, root={str(tmp_path / 'data')!r})\n"
+        "train.prepare = functools.partial("
+        f"train.prepare, root={str(tmp_path / 'data')!r})\n"
         f"train.main({[*TINY, '--data', str(text), *flags]!r})\n")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return subprocess.Popen([sys.executable, *(torchrun if ranks > 1 else []), tmp_path / "run.py"],
-                            cwd=tmp_path, text=True, stderr=subprocess.PIPE)
+    torchrun = ["-m", "torch.distributed.run", "--standalone",
+                "--nproc-per-node", str(ranks)]
+    return subprocess.Popen(
+        [sys.executable, *(torchrun if ranks > 1 else []), tmp_path / "run.py"],
+        cwd=tmp_path, text=True, stderr=subprocess.PIPE)
 
-def test_train_killed_and_resumed_ends_with_the_same_weights(settings, text, tmp_path, monkeypatch):
-    """kill -9 in the middle of a save, two steps after the last; with noise, bit for bit."""
-    out, whole = tmp_path / "out/killed", settings(*MOE, "--out", str(tmp_path / "out/whole"))
+def test_train_killed_and_resumed_ends_with_the_same_weights(
+        settings, text, tmp_path, monkeypatch):
+    """kill -9 in the middle of a save, two steps after the last;
+    with noise, bit for bit."""
+    out, whole = (tmp_path / "out/killed",
+                  settings(*MOE, "--out", str(tmp_path / "out/whole")))
     train.train(whole)
     monkeypatch.setenv("OMP_DISPLAY_ENV", "verbose")
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     process = start_train([*MOE, "--out", str(out)], text, tmp_path, KILLED_IN_SAVE)
     error = process.communicate(timeout=300)[1]
     assert process.returncode == -signal.SIGKILL, error
-    assert re.search("OMP_WAIT_POLICY *= *'ACTIVE'", error)    # what the user sets stays
+    # What the user sets stays.
+    assert re.search("OMP_WAIT_POLICY *= *'ACTIVE'", error)
     assert [p.name for p in train.checkpoints(out)] == ["ckpt-0000002"]
     assert records(out) == records(whole.out)[:4]   # a step is logged, then saved
     with open(out / "log.jsonl", "a") as log:
-        log.write('{"step": 5, "tra')                   # as a kill in its midst would leave it
+        log.write('{"step": 5, "tra')       # as a kill in its midst would leave it
     train.train(settings(*MOE, "--out", str(out), "--resume"))
-    assert same_weights(weights(out), weights(whole.out)) and records(out) == records(whole.out)
+    assert (same_weights(weights(out), weights(whole.out))
+            and records(out) == records(whole.out))
 
 def test_train_ctrl_c_saves_and_says_how_to_go_on(text, tmp_path, monkeypatch):
     """And OpenMP's threads sleep after a while, as GNU's says itself."""
@@ -1910,19 +1970,26 @@ def test_train_ctrl_c_saves_and_says_how_to_go_on(text, tmp_path, monkeypatch):
     assert "GOMP_" not in error or "GOMP_SPINCOUNT = '10000'" in error
     assert int(train.checkpoints(out)[-1].name[5:]) == records(out)[-1]["step"]
 
-def test_train_two_processes_are_one_with_two_parts_also_after_losing_one(settings, text, tmp_path):
-    """Bit for bit, 3 experts on 2 ranks included: the halves of a batch are multiplied and summed
-    alike, whoever computes them. (The gradient's norm is summed in another order: no clipping.)
-    When a rank is killed, the other ends too. A signal to one of them stops both after the same
-    step. One process goes on where two stopped."""
-    flags = [*MOE, "--recipe", "ufp4", "--sr", "none", "--clip", "0", "--log-interval", "3"]
+def test_train_two_processes_are_one_with_two_parts_also_after_losing_one(
+        settings, text, tmp_path):
+    """Bit for bit, 3 experts on 2 ranks included: the halves of a batch are multiplied
+    and summed alike, whoever computes them. (The gradient's norm is summed in another
+    order: no clipping.)
+
+    When a rank is killed, the other ends too.
+    A signal to one of them stops both after the same step.
+    One process goes on where two stopped."""
+    flags = [*MOE, "--recipe", "ufp4", "--sr", "none", "--clip", "0",
+             "--log-interval", "3"]
     one = settings(*flags, "--grad-accum", "2", "--out", str(tmp_path / "one"))
     out = tmp_path / "two"
     train.train(one)
     for more, preamble, message, saved in (
             ([], KILLED_IN_SAVE, "Signal 9", [2]),
-            (["--resume"], SEEDS + SIGNAL, "train.py: stopped after step 5 and saved", [4, 5])):
-        process = start_train([*flags, *more, "--out", str(out)], text, tmp_path, preamble, ranks=2)
+            (["--resume"], SEEDS + SIGNAL,
+             "train.py: stopped after step 5 and saved", [4, 5])):
+        process = start_train([*flags, *more, "--out", str(out)], text, tmp_path,
+                              preamble, ranks=2)
         error = process.communicate(timeout=300)[1]
         assert process.returncode and message in error, error
         assert error.count("train.py: ") == (1 if more else 0)
@@ -1939,21 +2006,24 @@ def test_train_two_processes_are_one_with_two_parts_also_after_losing_one(settin
 def grouped_mm(a, b, offs):
     """F.grouped_mm, which has no float64, as a loop over the groups."""
     groups = list(zip([0, *offs.tolist()], offs.tolist()))
-    if b.dim() == 3:                                    # a group of rows of a for each b
+    if b.dim() == 3:                        # a group of rows of a for each b
         return torch.cat([a[i:j] @ m for (i, j), m in zip(groups, b)])
     return torch.stack([a[:, i:j] @ b[i:j] for i, j in groups])
 
 @pytest.mark.parametrize("recipe", ["bf16", "ufp4"])
 @pytest.mark.parametrize("more", [[], MOE])
-def test_train_a_step_in_float32_is_that_in_float64(settings, recipe, more, monkeypatch):
-    """Loss and all gradients. With quantization, a number that lies between two levels may
-    be rounded the other way, which is rare."""
+def test_train_a_step_in_float32_is_that_in_float64(
+        settings, recipe, more, monkeypatch):
+    """Loss and all gradients.
+
+    With quantization, a number that lies between two levels may be rounded the other
+    way, which is rare."""
     s = settings("--recipe", recipe, *more)
     model = train.GPT(s, replace(RECIPES[recipe], sr=()), 256)
     model.init_weights()
     with torch.no_grad():
         for p in model.parameters():
-            p *= 3 if p.dim() > 1 else 1                # so that attention is not uniform
+            p *= 3 if p.dim() > 1 else 1    # so that attention is not uniform
     tokens, results = torch.randint(0, 256, (2, 33)), []
     for dtype in torch.float32, torch.float64:
         model.to(dtype)
@@ -1963,7 +2033,8 @@ def test_train_a_step_in_float32_is_that_in_float64(settings, recipe, more, monk
             block.mlp.router.float()                    # which is float32 in any model
         loss = model(tokens[:, :-1], tokens[:, 1:])
         grads = torch.autograd.grad(loss, list(model.parameters()))
-        results.append((loss.detach(), torch.cat([g.flatten().double() for g in grads])))
+        flat = torch.cat([g.flatten().double() for g in grads])
+        results.append((loss.detach(), flat))
     (loss, grad), (exact_loss, exact_grad) = results
     rare = 1e-4 if recipe == "bf16" else 2e-2
     assert loss.item() == pytest.approx(exact_loss.item(), rel=rare / 10)
