@@ -2046,7 +2046,8 @@ def test_data_own_text_is_bytes_and_follows_its_content(tmp_path):
     for content in "naïve <|endoftext|> ☃\n".encode() * 50, bytes(range(256)) * 4:
         path.write_bytes(content)
         d = prepare.prepare(str(path), root=tmp_path)
-        tokens = np.concatenate([prepare.read_tokens(p[0]) for p in (d.train, d.val)]).tolist()
+        parts = [prepare.read_tokens(p[0]) for p in (d.train, d.val)]
+        tokens = np.concatenate(parts).tolist()
         assert bytes(tokens) == content
         assert prepare.decode(tokens, d.vocab_size) == content.decode(errors="replace")
     path.write_bytes(b" \n")
@@ -2057,10 +2058,12 @@ def test_data_a_token_file_that_is_damaged_or_of_another_vocabulary_is_named(tmp
     path = tmp_path / "a.bin"
     prepare.write_tokens(path, [1, 2, 50257, 3])
     assert prepare.read_tokens(path).tolist() == [1, 2, 50257, 3]
-    with pytest.raises(ValueError, match="a.bin has a token 50257, beyond the vocabulary of 50257"):
+    beyond = "a.bin has a token 50257, beyond the vocabulary of 50257"
+    with pytest.raises(ValueError, match=beyond):
         prepare.read_tokens(path, 50257)
     whole = path.read_bytes()
-    for damaged, message in (whole[:-2], "damaged"), (b"\0" + whole[1:], "not a"), (b"", "not a"):
+    for damaged, message in ((whole[:-2], "damaged"), (b"\0" + whole[1:], "not a"),
+                             (b"", "not a")):
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=f"a.bin is {message}"):
             prepare.read_tokens(path)
@@ -2074,16 +2077,18 @@ def test_data_a_prompt_becomes_the_tokens_of_its_vocabulary(monkeypatch):
 
     monkeypatch.setattr(prepare.tiktoken, "get_encoding", {"gpt2": GPT2()}.__getitem__)
     assert prepare.encode("a bc def", 50257) == [1, 2, 3]
-    monkeypatch.setattr(prepare.tiktoken, "get_encoding", lambda name: open(os.devnull + "/x"))
+    monkeypatch.setattr(prepare.tiktoken, "get_encoding",
+                        lambda name: open(os.devnull + "/x"))
     with pytest.raises(OSError, match="GPT-2's vocabulary.* can't be had"):
         prepare.encode("a", 50257)
 
 class Server(http.server.BaseHTTPRequestHandler):
-    """Serves `files`, with byte ranges, of which `asked` has those asked for; breaks off after
-    `limit` bytes."""
+    """Serves `files`, with byte ranges, of which `asked` has those asked for;
+    breaks off after `limit` bytes."""
 
     def do_GET(self):
-        body, wanted = self.files.get(self.path, b""), self.headers["Range"] or "bytes=0-"
+        body, wanted = (self.files.get(self.path, b""),
+                        self.headers["Range"] or "bytes=0-")
         self.asked.append(wanted)
         start = int(wanted[6:-1])
         if start >= len(body):
@@ -2115,21 +2120,25 @@ def test_data_fineweb_downloads_shards_and_goes_on_after_a_break(server, tmp_pat
         prepare.prepare("fineweb", tmp_path, 2, server.url)
     path = tmp_path / "fineweb/fineweb_val_000000.bin"
     kept = path.with_name(path.name + ".part").stat().st_size
-    assert not path.exists() and 0 < kept <= 150_000    # never half there under its name
+    # It is never half there under its name.
+    assert not path.exists() and 0 < kept <= 150_000
     server.limit = None
-    for _ in range(2):                                  # the second time nothing is fetched
+    for _ in range(2):                          # the second time nothing is fetched
         d = prepare.prepare("fineweb", tmp_path, 2, server.url)
         assert len(server.asked) == 4 and server.asked[1] == f"bytes={kept}-"
-    assert [p.read_bytes() for p in d.val + d.train] == [body] * 3 and d.vocab_size == 50257
-    for left in body, body + b"more":                   # whole but for its name, or too long
+    assert ([p.read_bytes() for p in d.val + d.train] == [body] * 3
+            and d.vocab_size == 50257)
+    for left in body, body + b"more":           # whole but for its name, or too long
         path.with_name("a.bin.part").write_bytes(left)
-        prepare.download(f"{server.url}/fineweb_val_000000.bin", path.with_name("a.bin"))
+        prepare.download(f"{server.url}/fineweb_val_000000.bin",
+                         path.with_name("a.bin"))
         assert path.with_name("a.bin").read_bytes() == body
 
 def test_data_a_wrong_or_missing_file_says_what_to_do(server, tmp_path):
     server.files["/bad.bin"] = b"<html>please log in</html>" * 100
     with pytest.raises(OSError, match="not what it should be"):
-        prepare.download(f"{server.url}/bad.bin", tmp_path / "bad.bin", prepare.read_tokens)
+        prepare.download(f"{server.url}/bad.bin", tmp_path / "bad.bin",
+                         prepare.read_tokens)
     assert not list(tmp_path.glob("bad.bin*"))
     with pytest.raises(OSError, match="404.*--data"):
         prepare.download(f"{server.url}/gone", tmp_path / "x.bin")
@@ -2144,8 +2153,10 @@ def test_bench_a_block_takes_the_format_that_errs_less(name, formats):
     errors = [error(fake_quantize(x, f)) for f in formats]
     assert torch.equal(error(q(x)), torch.minimum(*errors))
     assert 0.1 < (errors[1] < errors[0]).float().mean() < 0.9
-    assert torch.equal(q(x * 2.0**80), q(x) * 2.0**80)  # whose squares float32 does not hold
-    x = torch.randn(20_000, 64, generator=gen())        # chosen without noise, so SR has no bias
+    # The squares of these numbers are more than float32 holds.
+    assert torch.equal(q(x * 2.0**80), q(x) * 2.0**80)
+    # The format is chosen without noise, so SR has no bias.
+    x = torch.randn(20_000, 64, generator=gen())
     alpha, se = bench.slope(RECIPES[name].quantizer("dy", "dgrad")(x), x)
     assert abs(alpha - 1) < 4 * se < 2e-3
 
@@ -2155,7 +2166,7 @@ def test_bench_the_slope_of_what_is_rounded_to_nearest_is_set(name, slope, like)
     x, rand = torch.randn(64, 64, generator=gen()), torch.rand(64, 64, generator=gen())
     for operand, gemm in (("x", "fprop"), ("w", "dgrad")):
         q, plain = (RECIPES[r].quantizer(operand, gemm) for r in (name, like))
-        for size in (1.0, 1e-25, 1e25):                 # whose squares float32 does not hold
+        for size in (1.0, 1e-25, 1e25):         # whose squares float32 does not hold
             alpha, _ = bench.slope(q(x * size), rht(x, q.signs) * size)
             assert alpha == pytest.approx(slope, abs=1e-6)
         ratio = q(x) / plain(x)
@@ -2176,16 +2187,24 @@ def products(recipe):
 def test_bench_another_format_reaches_its_gemm_alone(gemm):
     ours, plain = products(f"ufp4-{gemm}-in-e2m1"), products("ufp4")
     assert [g for g in GEMMS if not torch.equal(ours[g], plain[g])] == [gemm]
-    assert torch.equal(ours[gemm], products("e2m1-full-rht")[gemm])     # and is that format there
+    # And it is that format there.
+    assert torch.equal(ours[gemm], products("e2m1-full-rht")[gemm])
 
 def test_bench_every_recipe_is_another_and_fits_its_models():
-    recipes = [r for groups in bench.GROUPS.values() for rs in groups.values() for r in rs]
+    recipes = []
+    for groups in bench.GROUPS.values():
+        for names in groups.values():
+            recipes += names
     plain = products("ufp4")
     for recipe in set(recipes) - {"ufp4", "ufp4-int4"}:
-        assert any(not torch.equal(plain[g], v) for g, v in products(recipe).items()), recipe
-    for model, recipe in [("nano", r) for r in recipes] + [(m, "e2m1") for m in bench.MODELS]:
-        s = train.parse_args([*bench.MODELS[model], "--recipe", recipe, "--device", "cpu"])
-        with torch.device("meta"):                      # raises if a layer has no whole blocks
+        ours = products(recipe)
+        assert any(not torch.equal(plain[g], v) for g, v in ours.items()), recipe
+    cases = [("nano", r) for r in recipes] + [(m, "e2m1") for m in bench.MODELS]
+    for model, recipe in cases:
+        s = train.parse_args([*bench.MODELS[model], "--recipe", recipe,
+                              "--device", "cpu"])
+        # This raises if a layer has no whole blocks.
+        with torch.device("meta"):
             gpt = train.GPT(s, train.make_recipe(s), prepare.vocabulary(s.data))
         if model in bench.STUDIES["scaling"]:           # as named, 20 bytes a parameter
             millions, active = model.split("-")[1], train.counts(gpt, s)[1]
@@ -2193,7 +2212,8 @@ def test_bench_every_recipe_is_another_and_fits_its_models():
             assert abs(s.steps * s.batch_size * s.seq_len / active - 20) < 0.02
 
 def run(model, recipe, seed, loss, bf16):
-    return {"model": model, "recipe": recipe, "seed": seed, "val_loss": loss, "bf16_val_loss": bf16,
+    return {"model": model, "recipe": recipe, "seed": seed,
+            "val_loss": loss, "bf16_val_loss": bf16,
             "estimator": "scratch" if recipe == "bf16" else "branched"}
 
 def test_bench_loss_errors_are_paired_by_seed_and_signed():
@@ -2210,7 +2230,8 @@ def test_bench_loss_errors_are_paired_by_seed_and_signed():
     assert less == "2.00 ± 12.71"                       # over the seeds of both
     assert bench.contrast(runs, "nano", {"a": 0.5, "b": 0.5})[0] == pytest.approx(0.04)
     assert bench.contrast(runs, "nano", {"a": 1, "none such": -1}) is None
-    mean, half = bench.interval([1.0, 2.0, 3.0, 4.0])   # t(3, 0.975) = 3.182, s = sqrt(5/3)
+    # t(3, 0.975) = 3.182, s = sqrt(5/3)
+    mean, half = bench.interval([1.0, 2.0, 3.0, 4.0])
     assert mean == 2.5 and half == pytest.approx(3.182 * math.sqrt(5 / 3 / 4))
 
 def test_bench_the_error_of_the_text_is_that_of_the_pieces_means_over_seeds():
@@ -2236,15 +2257,17 @@ def test_bench_the_error_of_the_text_is_that_of_the_pieces_means_over_seeds():
         assert bench.settled(moved, "nano", {"a": 1, "b": -1})[2] == yes
 
 def test_bench_the_reduction_and_the_coverage_of_its_interval():
-    """Of 400 draws of 10 seeds, in which two models' reductions have a part in common, 95% hold the
-    true one, give or take 3.5 standard deviations of that count."""
+    """Of 400 draws of 10 seeds, in which two models' reductions have a part in common,
+    95% hold the true one, give or take 3.5 standard deviations of that count."""
     def runs(e2m1, ufp4, model="nano"):
         return [run(model, recipe, s, 1 + e, 1.0) for recipe, errors in
                 (("e2m1", e2m1), ("ufp4", ufp4)) for s, e in enumerate(errors)]
 
-    assert bench.reduction(runs([0.01, 0.03], [0.008, 0.024]), ["nano"]) == pytest.approx((0.2, 0))
+    by_a_fifth = runs([0.01, 0.03], [0.008, 0.024])
+    assert bench.reduction(by_a_fifth, ["nano"]) == pytest.approx((0.2, 0))
     assert bench.reduction(runs([0.01, 0.03], [0.01, math.inf]), ["nano"]) is None
-    uneven = runs([0.01, 0.03], [0.008, 0.03]) + runs([0.01], [0.006], "nano-moe")      # seed 0
+    # Only seed 0 is there for both models.
+    uneven = runs([0.01, 0.03], [0.008, 0.03]) + runs([0.01], [0.006], "nano-moe")
     assert bench.reduction(uneven, ["nano", "nano-moe"]) == (pytest.approx(0.3), None)
     g, held = gen(), 0
     for _ in range(400):
@@ -2260,7 +2283,8 @@ def test_bench_the_reduction_and_the_coverage_of_its_interval():
 def test_bench_bf16_by_float32_rounds_exact_products_once(monkeypatch):
     monkeypatch.setattr(F, "linear", F.linear)          # to be restored
     monkeypatch.setattr(F, "grouped_mm", F.grouped_mm)
-    monkeypatch.setattr(F, "scaled_dot_product_attention", F.scaled_dot_product_attention)
+    monkeypatch.setattr(F, "scaled_dot_product_attention",
+                        F.scaled_dot_product_attention)
     bench.bf16_by_float32()
     x, w, dy = torch.randn(3, 64, 64).bfloat16()
     leaves = [t.float().requires_grad_() for t in (x, w)]
@@ -2268,10 +2292,12 @@ def test_bench_bf16_by_float32_rounds_exact_products_once(monkeypatch):
         y = F.linear(*leaves)
     y.backward(dy)
     x, w, dy = x.double(), w.double(), dy.double()
-    for got, exact in ((y, x @ w.T), (leaves[0].grad, dy @ w), (leaves[1].grad, dy.T @ x)):
+    for got, exact in ((y, x @ w.T), (leaves[0].grad, dy @ w),
+                       (leaves[1].grad, dy.T @ x)):
         off = (got.detach().double() - exact.bfloat16().double()).abs()
         assert (off <= 2.0**-7 * exact.abs()).all() and (off == 0).float().mean() > 0.99
-    assert y.dtype == torch.bfloat16 and F.linear(x.float(), w.float()).dtype == torch.float32
+    assert (y.dtype == torch.bfloat16
+            and F.linear(x.float(), w.float()).dtype == torch.float32)
 
 def test_bench_plan_has_the_papers_sizes_and_refuses_what_cannot_be(capsys):
     bench.main("plan --model moe-124b --recipe ufp4-e4m3 --gpus 256 --remat".split())
@@ -2284,13 +2310,15 @@ def test_bench_plan_has_the_papers_sizes_and_refuses_what_cannot_be(capsys):
 def test_bench_a_study_end_to_end(tmp_path, monkeypatch):
     removed = []
     monkeypatch.setattr(bench, "RESULTS", tmp_path)
-    monkeypatch.setattr(bench.shutil, "rmtree", lambda path, **how: removed.append(path))
+    monkeypatch.setattr(bench.shutil, "rmtree",
+                        lambda path, **how: removed.append(path))
     text = tmp_path / "text.txt"
     text.write_text("".join(chr(97 + i * i % 23) for i in range(40_000)))
     tiny = ("--layers 1 --dim 32 --heads 2 --hidden 32 --seq-len 16 --batch-size 2 "
             f"--steps 6 --log-interval 1 --dtype float32 --data {text}").split()
     args = argparse.Namespace(name="runs", jobs=1, runs=tmp_path / "runs", train=tiny)
-    job = {"model": "nano", "recipe": "e2m1-debiased", "seed": 0, "estimator": "branched"}
+    job = {"model": "nano", "recipe": "e2m1-debiased", "seed": 0,
+           "estimator": "branched"}
     results = bench.train_all(args, [job])
     bf16, r = results["runs"]
     assert results == json.loads((tmp_path / "runs.json").read_text())
@@ -2301,8 +2329,9 @@ def test_bench_a_study_end_to_end(tmp_path, monkeypatch):
     assert (r["slope"], r["noise"]) == (log[-1]["slope"], log[-1]["noise"])
 
     # The loss on the whole text, once more: every window that does not overlap
-    s, dataset, model = bench.load_model([*bench.MODELS["nano"], *tiny, "--recipe", "bf16"],
-                                         bench.milestones(args, job)[1])
+    s, dataset, model = bench.load_model(
+        [*bench.MODELS["nano"], *tiny, "--recipe", "bf16"],
+        bench.milestones(args, job)[1])
     val = prepare.read_tokens(dataset.val[0]).astype(np.int64)
     count = (len(val) - 1) // 16
     losses = []
@@ -2314,7 +2343,8 @@ def test_bench_a_study_end_to_end(tmp_path, monkeypatch):
     assert r["weights_loss"] == pytest.approx(np.mean(losses), rel=1e-6)
     assert len(r["pieces"]) == 64 and r["val_loss"] != r["weights_loss"]
     sizes = [len(piece) for piece in np.array_split(losses, 64)]
-    assert r["val_loss"] == pytest.approx(np.average(r["pieces"], weights=sizes), abs=1e-5)
+    assert r["val_loss"] == pytest.approx(
+        np.average(r["pieces"], weights=sizes), abs=1e-5)
     assert results["models"]["nano"]["bytes"] == 6 * 2 * 16
 
     calls = []                                          # nothing is left to do
@@ -2323,7 +2353,8 @@ def test_bench_a_study_end_to_end(tmp_path, monkeypatch):
 
 def test_bench_pages_have_the_tables_of_the_files_and_these_follow_from_the_runs():
     texts = [page.read_text() for page in bench.PAGES]
-    assert [bench.fill_tables(text) for text in texts] == texts         # or: python bench.py readme
+    # Where this fails, run: python bench.py readme
+    assert [bench.fill_tables(text) for text in texts] == texts
     results = json.loads((bench.RESULTS / "runs.json").read_text())
     assert bench.study_tables(results) == results["tables"]
     assert len({here["commit"] for here in results["machines"]}) == 1
