@@ -2079,7 +2079,7 @@ def test_data_a_prompt_becomes_the_tokens_of_its_vocabulary(monkeypatch):
     assert prepare.encode("a bc def", 50257) == [1, 2, 3]
     monkeypatch.setattr(prepare.tiktoken, "get_encoding",
                         lambda name: open(os.devnull + "/x"))
-    with pytest.raises(OSError, match="GPT-2's vocabulary.* can't be had"):
+    with pytest.raises(OSError, match="GPT-2's vocabulary.* could not be downloaded"):
         prepare.encode("a", 50257)
 
 class Server(http.server.BaseHTTPRequestHandler):
