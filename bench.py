@@ -236,7 +236,7 @@ def text(measured, digits=2):
     if measured is None:
         return ""
     mean, half = measured
-    cell = f"{100 * mean:.{digits}f}"
+    cell = f"{round(100 * mean, digits) + 0.0:.{digits}f}"      # + 0.0: not "-0.00"
     return cell if half is None else f"{cell} ± {100 * half:.{digits}f}"
 
 def spread(values, form="{:.2f}"):
@@ -1011,11 +1011,15 @@ def length_table(runs, models):
                      *settled(runs, model, GAP), text(reduction(runs, [model]), 0)])
     return measured(rows)
 
+def depths(runs, models):
+    """The models of the study of depth that have a seed with all four recipes."""
+    return [m for m in series("depth", models) if contrast(runs, m, SHRINKING)]
+
 def depth_table(runs, models):
     rows = [["blocks", "parameters, M",
              *(f"`{recipe}`, % (seeds)" for recipe in CAUSES),
              "effect of the grid, %", *SETTLED, "effect of shrinking, %", *SETTLED]]
-    for model in series("depth", models):
+    for model in depths(runs, models):
         rows.append([model.split("-")[1], f"{models[model]['parameters'] / 1e6:.2f}",
                      *(cell(runs, model, recipe) for recipe in CAUSES),
                      *settled(runs, model, GRID), *settled(runs, model, SHRINKING)])
@@ -1174,13 +1178,13 @@ def draw_length(fig, runs, models):
 
 def draw_depth(fig, runs, models):
     """What the grid costs, and what shrinking costs, against depth."""
-    ax, names = fig.subplots(), series("depth", models)
+    ax, names = fig.subplots(), depths(runs, models)
     places = [int(model.split("-")[1]) for model in names]
     for name, effect, color in (("E2M1's grid", GRID, COLORS["E2M1"]),
                                 ("shrinking", SHRINKING, "black")):
         curve(ax, places, [contrast(runs, model, effect) for model in names],
               color=color, label=f"effect of {name}")
-    deepest = text(contrast(runs, names[-1], SHRINKING)).replace("-0.00", "0.00")
+    deepest = text(contrast(runs, names[-1], SHRINKING))
     ax.axhline(0, color="black", lw=0.8)
     ax.set(xscale="log", xticks=places, xticklabels=places, xlabel="blocks",
            ylabel="extra loss, % of the BF16 loss",
