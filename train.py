@@ -536,7 +536,7 @@ def train(s):
           f"token, recipe {variant(s)}, {s.dtype} on {WORLD} x "
           f"{hardware(s.device)[0]}, steps {start} to {s.steps}, to {s.out}")
     if recipe.fmt is not None and s.device == "cpu":
-        print("the first step compiles the quantizer, which takes a minute or two "
+        print("the first step compiles the quantizer, which takes up to a minute "
               "unless it is cached")
 
     if start < s.steps:
