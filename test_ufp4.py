@@ -2356,8 +2356,16 @@ def test_bench_a_study_end_to_end(tmp_path, monkeypatch):
     assert results["models"]["nano"]["bytes"] == 6 * 2 * 16
 
     calls = []                                          # nothing is left to do
-    monkeypatch.setattr(bench, "train_run", lambda *job: calls.append(job))
+    monkeypatch.setattr(bench, "train_run",
+                        lambda args, job: calls.append(job["recipe"]))
     assert bench.train_all(args, [job])["runs"] == results["runs"] and not calls
+    # Another recipe needs the bf16 run again. Its loss is another one now, as on
+    # another CPU. So the first recipe is compared with it anew.
+    monkeypatch.setattr(bench, "milestones", lambda args, job: [tmp_path / "gone"])
+    monkeypatch.setattr(bench, "evaluate", lambda args, job: {"val_loss": 2.0})
+    found = bench.train_all(args, [job, {**job, "recipe": "ufp4"}])["runs"]
+    assert calls == ["bf16", "e2m1-debiased", "ufp4"]
+    assert [r["bf16_val_loss"] for r in found] == [2.0, 2.0, 2.0]
 
 def test_bench_pages_have_the_tables_of_the_files_and_these_follow_from_the_runs():
     texts = [page.read_text() for page in bench.PAGES]
@@ -2366,6 +2374,9 @@ def test_bench_pages_have_the_tables_of_the_files_and_these_follow_from_the_runs
     results = json.loads((bench.RESULTS / "runs.json").read_text())
     assert bench.study_tables(results) == results["tables"]
     assert len({here["commit"] for here in results["machines"]}) == 1
+    # All runs of a model and seed are compared with the same BF16 run.
+    baselines = {(r["model"], r["seed"], r["bf16_val_loss"]) for r in results["runs"]}
+    assert len(baselines) == len({(model, seed) for model, seed, _ in baselines})
 
 def test_bench_figures_are_drawn_from_the_records_and_name_each_recipe(tmp_path):
     for groups in bench.GROUPS.values():
