@@ -786,8 +786,8 @@ def train_all(args, jobs):
     def run_group(group):
         """All runs of one model and seed."""
         bf16 = bf16_of(group[0])
-        new = [job for job in group if key(job) not in runs and job != bf16]
-        branch = any(job["estimator"] == "branched" for job in new)
+        branch = any(job["estimator"] == "branched" and key(job) not in runs
+                     for job in group)
         if key(bf16) not in runs or branch and not milestones(args, bf16)[0].exists():
             run(bf16)
         for job in group:
@@ -1007,10 +1007,10 @@ def scaling_table(runs, models):
                      *(cell(runs, model, recipe) for recipe in CORE),
                      *settled(runs, model, GAP), text(reduction(runs, [model]), 0)])
     for kind in ("dense", "moe"):
-        both = [m for m in series("scaling", models) if m.startswith(kind)]
-        if len(both) > 1:
+        sizes = [m for m in series("scaling", models) if m.startswith(kind)]
+        if len(sizes) > 1:
             rows.append([f"{kind}, all sizes", *[""] * (len(rows[0]) - 2),
-                         text(reduction(runs, both), 0)])
+                         text(reduction(runs, sizes), 0)])
     return measured(rows)
 
 def length_table(runs, models):
