@@ -849,18 +849,21 @@ def errors_of(runs, model, recipe, estimator="branched", loss="val_loss"):
             found[r["seed"]] = error
     return found
 
-def contrast(runs, model, weights, estimator="branched"):
-    """A sum of loss errors, {recipe: weight}: mean and interval over the seeds that
-    have all recipes. None without such seeds."""
+def sums_of(runs, model, weights, estimator="branched"):
+    """A sum of loss errors, {recipe: weight}, of each seed that has all recipes."""
     errors = {recipe: errors_of(runs, model, recipe, estimator) for recipe in weights}
     seeds = set.intersection(*map(set, errors.values()))
-    sums = [sum(weight * errors[recipe][seed] for recipe, weight in weights.items())
-            for seed in sorted(seeds)]
-    return interval(sums) if sums else None
+    return {seed: sum(weight * errors[recipe][seed]
+                      for recipe, weight in weights.items()) for seed in sorted(seeds)}
 
-def text_error(runs, model, weights):
-    """The half-width of a contrast's 95% interval over the pieces of the validation
-    text. All seeds share this text, so that their interval does not contain it."""
+def contrast(runs, model, weights, estimator="branched"):
+    """The mean of such sums and its interval over the seeds. None without seeds."""
+    sums = sums_of(runs, model, weights, estimator)
+    return interval(list(sums.values())) if sums else None
+
+def sums_of_pieces(runs, model, weights):
+    """Such a sum for each piece of the validation text, as a mean over the seeds. None
+    without seeds."""
     found = {}                          # {recipe: {seed: loss error of each piece}}
     for r in runs:
         if key(r)[0] == model and r["estimator"] == "branched" and "pieces" in r:
@@ -873,8 +876,12 @@ def text_error(runs, model, weights):
         return None
     sums = [sum(weight * (found[recipe][seed] - bf16[seed])
                 for recipe, weight in weights.items()) for seed in seeds]
-    mean = np.mean(sums, 0)             # over the seeds: a value for each piece is left
-    return 1.96 * mean.std(ddof=1) / math.sqrt(len(mean))
+    return np.mean(sums, 0)
+
+def text_error(sums):
+    """The half-width of the 95% interval over the pieces of the validation text. All
+    seeds share this text, so that their interval does not contain it."""
+    return None if sums is None else 1.96 * sums.std(ddof=1) / math.sqrt(len(sums))
 
 def cell(runs, model, recipe, **of):
     """The loss error in % and its number of seeds."""
@@ -884,13 +891,16 @@ def cell(runs, model, recipe, **of):
 SETTLED = ["± of the text", "settled"]
 
 def settled(runs, model, weights):
-    """Three cells: a contrast in % with its interval over seeds, the half-width over
-    the text, and whether it is settled, that is, both errors together exclude zero."""
-    found = contrast(runs, model, weights)
+    """The cells of a contrast."""
+    return verdict(contrast(runs, model, weights), sums_of_pieces(runs, model, weights))
+
+def verdict(found, pieces):
+    """Three cells: what was found in % with its interval over seeds, the half-width
+    over the text, and whether it is settled: both errors together exclude zero."""
     if not found:
         return ["", "", ""]
     mean, half = found
-    of_text = text_error(runs, model, weights)
+    of_text = text_error(pieces)
     if half is None or of_text is None:
         return [text(found), "", "no"]
     yes = abs(mean) > math.hypot(half, of_text)
@@ -1028,14 +1038,31 @@ def depths(runs, models):
     return [m for m in series("depth", models)
             if min(len(errors_of(runs, m, recipe)) for recipe in CAUSES) >= 3]
 
+def per_doubling(runs, names, effect):
+    """The cells of what an effect grows by when the number of blocks doubles: the slope
+    of a straight line by least squares, from the seeds that have all depths."""
+    doublings = np.log2([int(model.split("-")[1]) for model in names])
+    weights = doublings - doublings.mean()
+    weights /= (weights ** 2).sum()
+    sums = [sums_of(runs, model, effect) for model in names]
+    seeds = sorted(set.intersection(*map(set, sums)))
+    slopes = [sum(w * of[seed] for w, of in zip(weights, sums)) for seed in seeds]
+    pieces = [sums_of_pieces(runs, model, effect) for model in names]
+    return verdict(interval(slopes), weights @ np.array(pieces))
+
 def depth_table(runs, models):
     rows = [["blocks", "parameters, M",
              *(f"`{recipe}`, % (seeds)" for recipe in CAUSES),
              "effect of the grid, %", *SETTLED, "effect of shrinking, %", *SETTLED]]
-    for model in depths(runs, models):
+    names = depths(runs, models)
+    for model in names:
         rows.append([model.split("-")[1], f"{models[model]['parameters'] / 1e6:.2f}",
                      *(cell(runs, model, recipe) for recipe in CAUSES),
                      *settled(runs, model, GRID), *settled(runs, model, SHRINKING)])
+    if len(names) > 1:
+        rows.append(["for each doubling", *[""] * (len(CAUSES) + 1),
+                     *per_doubling(runs, names, GRID),
+                     *per_doubling(runs, names, SHRINKING)])
     return measured(rows)
 
 def lr_table(runs):

@@ -2253,8 +2253,9 @@ def test_bench_the_error_of_the_text_is_that_of_the_pieces_means_over_seeds():
               for s in range(2)]
     pieces = (errors[0] + errors[1]) / 2
     expected = 1.96 * math.sqrt(((pieces - pieces.mean()) ** 2).sum() / 63 / 64)
-    assert bench.text_error(runs, "nano", {"a": 1, "b": -1}) == pytest.approx(expected)
-    assert bench.text_error(runs, "nano", {"a": 1, "c": -1}) is None
+    found = bench.sums_of_pieces(runs, "nano", {"a": 1, "b": -1})
+    assert bench.text_error(found) == pytest.approx(expected)
+    assert bench.sums_of_pieces(runs, "nano", {"a": 1, "c": -1}) is None
     for shift, yes in ((10 * expected, "yes"), (0, "no")):      # both errors count
         moved = [dict(r) for r in runs[:6]]
         for r in moved:
@@ -2263,6 +2264,31 @@ def test_bench_the_error_of_the_text_is_that_of_the_pieces_means_over_seeds():
             if r["recipe"] == "b":
                 r["val_loss"] = moved[r["seed"]]["val_loss"] * (1 + r["seed"] * 1e-9)
         assert bench.settled(moved, "nano", {"a": 1, "b": -1})[2] == yes
+
+def test_bench_the_growth_with_depth_is_the_slope_of_a_line():
+    """Over two seeds and three depths. numpy's own fit is the oracle."""
+    g = np.random.default_rng(0)
+    names, losses = ["depth-2", "depth-4", "depth-16"], {}
+    runs = []
+    for name in names:
+        bf16 = 1 + 0.1 * g.standard_normal(64)
+        for seed in range(2):
+            pieces = 1 + 0.1 * g.standard_normal(64)
+            losses[name, seed] = 100 * (pieces - bf16) / bf16.mean()
+            for recipe, of in (("bf16", bf16), ("a", pieces)):
+                runs.append(run(name, recipe, seed, of.mean(), bf16.mean())
+                            | {"pieces": of.tolist()})
+    runs.append(run("depth-2", "a", 2, 5.0, 1.0))       # not in all depths
+
+    def slope(values):
+        return np.polyfit([1, 2, 4], values, 1)[0]      # 2, 4 and 16 are 2^1, 2^2, 2^4
+
+    slopes = [slope([losses[name, seed].mean() for name in names]) for seed in range(2)]
+    half = 12.71 * np.std(slopes, ddof=1) / math.sqrt(2)        # t(1, 0.975)
+    means = [(losses[name, 0] + losses[name, 1]) / 2 for name in names]
+    of_text = 1.96 * np.std([slope(of) for of in zip(*means)], ddof=1) / 8
+    assert bench.per_doubling(runs, names, {"a": 1}) == [
+        f"{np.mean(slopes):.2f} ± {half:.2f}", f"{of_text:.2f}", "no"]
 
 def test_bench_the_reduction_and_the_coverage_of_its_interval():
     """Of 400 draws of 10 seeds, in which two models' reductions have a part in common,
