@@ -906,6 +906,20 @@ def verdict(found, pieces):
     yes = abs(mean) > math.hypot(half, of_text)
     return [text(found), f"{100 * of_text:.2f}", "yes" if yes else "no"]
 
+def per_doubling(runs, sizes, effect):
+    """The cells of what an effect grows by when the size of {model: size} doubles: the
+    slope of a straight line by least squares, from the seeds that have all models."""
+    doublings = np.log2(list(sizes.values()))
+    weights = doublings - doublings.mean()
+    weights /= (weights ** 2).sum()
+    sums = [sums_of(runs, model, effect) for model in sizes]
+    seeds = sorted(set.intersection(*map(set, sums)))
+    pieces = [sums_of_pieces(runs, model, effect) for model in sizes]
+    if not seeds or any(of is None for of in pieces):
+        return verdict(None, None)
+    slopes = [sum(w * of[seed] for w, of in zip(weights, sums)) for seed in seeds]
+    return verdict(interval(slopes), weights @ np.array(pieces))
+
 def reduction(runs, models):
     """By what part of itself e2m1's loss error falls with ufp4: 1 - the ratio of sums
     over the models, of each seed that has all; mean and interval. None without such
@@ -1023,46 +1037,43 @@ def scaling_table(runs, models):
                          text(reduction(runs, sizes), 0)])
     return measured(rows)
 
+def lengths(models):
+    """{model: bytes of text for each parameter} of the study of length."""
+    return {model: models[model]["bytes"] / models[model]["active"]
+            for model in series("length", models)}
+
 def length_table(runs, models):
-    rows = [["bytes a parameter", *(f"`{recipe}`, % (seeds)" for recipe in CORE[:2]),
+    rows = [["bytes a parameter", "passes over the corpus",
+             *(f"`{recipe}`, % (seeds)" for recipe in CORE[:2]),
              "`e2m1` minus `ufp4`, %", *SETTLED, "`ufp4` smaller by, %"]]
-    for model in series("length", models):
-        per_parameter = models[model]["bytes"] / models[model]["active"]
-        rows.append([f"{per_parameter:.0f}",
+    for model, per_parameter in lengths(models).items():
+        m = models[model]
+        rows.append([f"{per_parameter:.0f}", f"{m['bytes'] / m['text']:.2f}",
                      *(cell(runs, model, recipe) for recipe in CORE[:2]),
                      *settled(runs, model, GAP), text(reduction(runs, [model]), 0)])
+    if len(rows) > 2:
+        rows.append(["for each doubling", "", "", "",
+                     *per_doubling(runs, lengths(models), GAP), ""])
     return measured(rows)
 
 def depths(runs, models):
-    """The models of the study of depth that have three seeds with all four recipes."""
-    return [m for m in series("depth", models)
-            if min(len(errors_of(runs, m, recipe)) for recipe in CAUSES) >= 3]
-
-def per_doubling(runs, names, effect):
-    """The cells of what an effect grows by when the number of blocks doubles: the slope
-    of a straight line by least squares, from the seeds that have all depths."""
-    doublings = np.log2([int(model.split("-")[1]) for model in names])
-    weights = doublings - doublings.mean()
-    weights /= (weights ** 2).sum()
-    sums = [sums_of(runs, model, effect) for model in names]
-    seeds = sorted(set.intersection(*map(set, sums)))
-    slopes = [sum(w * of[seed] for w, of in zip(weights, sums)) for seed in seeds]
-    pieces = [sums_of_pieces(runs, model, effect) for model in names]
-    return verdict(interval(slopes), weights @ np.array(pieces))
+    """{model: blocks} of the study of depth, if three seeds have all four recipes."""
+    return {model: int(model.split("-")[1]) for model in series("depth", models)
+            if min(len(errors_of(runs, model, recipe)) for recipe in CAUSES) >= 3}
 
 def depth_table(runs, models):
     rows = [["blocks", "parameters, M",
              *(f"`{recipe}`, % (seeds)" for recipe in CAUSES),
              "effect of the grid, %", *SETTLED, "effect of shrinking, %", *SETTLED]]
-    names = depths(runs, models)
-    for model in names:
-        rows.append([model.split("-")[1], f"{models[model]['parameters'] / 1e6:.2f}",
+    by_depth = depths(runs, models)
+    for model, blocks in by_depth.items():
+        rows.append([f"{blocks}", f"{models[model]['parameters'] / 1e6:.2f}",
                      *(cell(runs, model, recipe) for recipe in CAUSES),
                      *settled(runs, model, GRID), *settled(runs, model, SHRINKING)])
-    if len(names) > 1:
+    if len(by_depth) > 1:
         rows.append(["for each doubling", *[""] * (len(CAUSES) + 1),
-                     *per_doubling(runs, names, GRID),
-                     *per_doubling(runs, names, SHRINKING)])
+                     *per_doubling(runs, by_depth, GRID),
+                     *per_doubling(runs, by_depth, SHRINKING)])
     return measured(rows)
 
 def lr_table(runs):
@@ -1202,8 +1213,7 @@ def draw_scaling(fig, runs, models):
 
 def draw_length(fig, runs, models):
     """Loss error against the length of the text."""
-    ax, names = fig.subplots(), series("length", models)
-    places = [models[model]["bytes"] / models[model]["active"] for model in names]
+    ax, (names, places) = fig.subplots(), zip(*lengths(models).items())
     for recipe in ("e2m1", "ufp4"):
         curve(ax, places, [contrast(runs, model, {recipe: 1}) for model in names],
               color=COLORS[kind_of(recipe)], label=recipe)
@@ -1218,8 +1228,7 @@ def draw_length(fig, runs, models):
 
 def draw_depth(fig, runs, models):
     """What the grid costs, and what shrinking costs, against depth."""
-    ax, names = fig.subplots(), depths(runs, models)
-    places = [int(model.split("-")[1]) for model in names]
+    ax, (names, places) = fig.subplots(), zip(*depths(runs, models).items())
     for name, effect, color in (("E2M1's grid", GRID, COLORS["E2M1"]),
                                 ("shrinking", SHRINKING, "black")):
         curve(ax, places, [contrast(runs, model, effect) for model in names],

@@ -2265,12 +2265,12 @@ def test_bench_the_error_of_the_text_is_that_of_the_pieces_means_over_seeds():
                 r["val_loss"] = moved[r["seed"]]["val_loss"] * (1 + r["seed"] * 1e-9)
         assert bench.settled(moved, "nano", {"a": 1, "b": -1})[2] == yes
 
-def test_bench_the_growth_with_depth_is_the_slope_of_a_line():
-    """Over two seeds and three depths. numpy's own fit is the oracle."""
+def test_bench_the_growth_for_each_doubling_is_the_slope_of_a_line():
+    """Over two seeds and three sizes. numpy's own fit is the oracle."""
     g = np.random.default_rng(0)
-    names, losses = ["depth-2", "depth-4", "depth-16"], {}
+    sizes, losses = {"a2": 2, "a4": 4, "a16": 16}, {}
     runs = []
-    for name in names:
+    for name in sizes:
         bf16 = 1 + 0.1 * g.standard_normal(64)
         for seed in range(2):
             pieces = 1 + 0.1 * g.standard_normal(64)
@@ -2278,17 +2278,18 @@ def test_bench_the_growth_with_depth_is_the_slope_of_a_line():
             for recipe, of in (("bf16", bf16), ("a", pieces)):
                 runs.append(run(name, recipe, seed, of.mean(), bf16.mean())
                             | {"pieces": of.tolist()})
-    runs.append(run("depth-2", "a", 2, 5.0, 1.0))       # not in all depths
+    runs.append(run("a2", "a", 2, 5.0, 1.0))            # not in all models
 
     def slope(values):
         return np.polyfit([1, 2, 4], values, 1)[0]      # 2, 4 and 16 are 2^1, 2^2, 2^4
 
-    slopes = [slope([losses[name, seed].mean() for name in names]) for seed in range(2)]
+    slopes = [slope([losses[name, seed].mean() for name in sizes]) for seed in range(2)]
     half = 12.71 * np.std(slopes, ddof=1) / math.sqrt(2)        # t(1, 0.975)
-    means = [(losses[name, 0] + losses[name, 1]) / 2 for name in names]
+    means = [(losses[name, 0] + losses[name, 1]) / 2 for name in sizes]
     of_text = 1.96 * np.std([slope(of) for of in zip(*means)], ddof=1) / 8
-    assert bench.per_doubling(runs, names, {"a": 1}) == [
+    assert bench.per_doubling(runs, sizes, {"a": 1}) == [
         f"{np.mean(slopes):.2f} ± {half:.2f}", f"{of_text:.2f}", "no"]
+    assert bench.per_doubling(runs, {**sizes, "a32": 32}, {"a": 1}) == ["", "", ""]
 
 def test_bench_the_reduction_and_the_coverage_of_its_interval():
     """Of 400 draws of 10 seeds, in which two models' reductions have a part in common,
