@@ -850,19 +850,20 @@ def errors_of(runs, model, recipe, estimator="branched", loss="val_loss"):
     return found
 
 def sums_of(runs, model, weights, estimator="branched"):
-    """A sum of loss errors, {recipe: weight}, of each seed that has all recipes."""
+    """{seed: its loss errors, each times its weight, added up}. weights: {recipe:
+    weight}. Only of seeds that have all recipes."""
     errors = {recipe: errors_of(runs, model, recipe, estimator) for recipe in weights}
     seeds = set.intersection(*map(set, errors.values()))
     return {seed: sum(weight * errors[recipe][seed]
                       for recipe, weight in weights.items()) for seed in sorted(seeds)}
 
 def contrast(runs, model, weights, estimator="branched"):
-    """The mean of such sums and its interval over the seeds. None without seeds."""
+    """The mean of these sums, and its interval over the seeds. None without seeds."""
     sums = sums_of(runs, model, weights, estimator)
     return interval(list(sums.values())) if sums else None
 
 def sums_of_pieces(runs, model, weights):
-    """Such a sum for each piece of the validation text, as a mean over the seeds. None
+    """The same sum for each piece of the validation text, a mean over the seeds. None
     without seeds."""
     found = {}                          # {recipe: {seed: loss error of each piece}}
     for r in runs:
@@ -890,10 +891,6 @@ def cell(runs, model, recipe, **of):
 
 SETTLED = ["± of the text", "settled"]
 
-def settled(runs, model, weights):
-    """The cells of a contrast."""
-    return verdict(contrast(runs, model, weights), sums_of_pieces(runs, model, weights))
-
 def verdict(found, pieces):
     """Three cells: what was found in % with its interval over seeds, the half-width
     over the text, and whether it is settled: both errors together exclude zero."""
@@ -906,9 +903,13 @@ def verdict(found, pieces):
     yes = abs(mean) > math.hypot(half, of_text)
     return [text(found), f"{100 * of_text:.2f}", "yes" if yes else "no"]
 
+def settled(runs, model, weights):
+    """The verdict on a sum of loss errors, {recipe: weight}."""
+    return verdict(contrast(runs, model, weights), sums_of_pieces(runs, model, weights))
+
 def per_doubling(runs, sizes, effect):
-    """The cells of what an effect grows by when the size of {model: size} doubles: the
-    slope of a straight line by least squares, from the seeds that have all models."""
+    """The verdict on what an effect grows by when the size of {model: size} doubles:
+    the slope of a straight line by least squares, for each seed that has all models."""
     doublings = np.log2(list(sizes.values()))
     weights = doublings - doublings.mean()
     weights /= (weights ** 2).sum()
