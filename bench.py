@@ -1058,7 +1058,8 @@ def length_table(runs, models):
     return measured(rows)
 
 def depths(runs, models):
-    """{model: blocks} of the study of depth, if three seeds have all four recipes."""
+    """{model: blocks} of the study of depth: the models of which three seeds have all
+    four recipes."""
     return {model: int(model.split("-")[1]) for model in series("depth", models)
             if min(len(errors_of(runs, model, recipe)) for recipe in CAUSES) >= 3}
 
@@ -1214,7 +1215,9 @@ def draw_scaling(fig, runs, models):
 
 def draw_length(fig, runs, models):
     """Loss error against the length of the text."""
-    ax, (names, places) = fig.subplots(), zip(*lengths(models).items())
+    ax = fig.subplots()
+    by_length = lengths(models)
+    names, places = list(by_length), list(by_length.values())
     for recipe in ("e2m1", "ufp4"):
         curve(ax, places, [contrast(runs, model, {recipe: 1}) for model in names],
               color=COLORS[kind_of(recipe)], label=recipe)
@@ -1229,7 +1232,9 @@ def draw_length(fig, runs, models):
 
 def draw_depth(fig, runs, models):
     """What the grid costs, and what shrinking costs, against depth."""
-    ax, (names, places) = fig.subplots(), zip(*depths(runs, models).items())
+    ax = fig.subplots()
+    by_depth = depths(runs, models)
+    names, places = list(by_depth), list(by_depth.values())
     for name, effect, color in (("E2M1's grid", GRID, COLORS["E2M1"]),
                                 ("shrinking", SHRINKING, "black")):
         curve(ax, places, [contrast(runs, model, effect) for model in names],
