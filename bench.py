@@ -783,16 +783,25 @@ def train_all(args, jobs):
             shutil.rmtree(folder(args, job), ignore_errors=True)
         print(*key(job), found["val_loss"], flush=True)
 
+    failed = []
+
     def run_group(group):
-        """All runs of one model and seed."""
+        """All runs of one model and seed. If one fails, this says so at once, and the
+        other groups go on."""
         bf16 = bf16_of(group[0])
         branch = any(job["estimator"] == "branched" and key(job) not in runs
                      for job in group)
-        if key(bf16) not in runs or branch and not milestones(args, bf16)[0].exists():
-            run(bf16)
-        for job in group:
-            if key(job) not in runs:
-                run(job)
+        try:
+            if (key(bf16) not in runs
+                    or branch and not milestones(args, bf16)[0].exists()):
+                run(bf16)
+            for job in group:
+                if key(job) not in runs:
+                    run(job)
+        except RuntimeError as e:
+            print(f"bench.py: {e}", file=sys.stderr, flush=True)
+            failed.append(group)
+            return                              # the checkpoints stay, to go on
         shutil.rmtree(folder(args, bf16), ignore_errors=True)
 
     groups = {}
@@ -800,9 +809,11 @@ def train_all(args, jobs):
         groups.setdefault((job["model"], job["seed"]), []).append(job)
     try:
         with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-            list(pool.map(run_group, groups.values()))      # one that fails ends all
-    except (KeyboardInterrupt, RuntimeError) as e:
-        sys.exit(f"bench.py: stopped; the same command goes on from here. {e}")
+            list(pool.map(run_group, groups.values()))
+    except KeyboardInterrupt:
+        sys.exit("bench.py: stopped; the same command goes on from here")
+    if failed:
+        sys.exit("bench.py: a run failed; the same command goes on from there")
     return results
 
 def described(args, job):
@@ -966,7 +977,9 @@ def recipe_table(runs, model, groups):
     rows = [[f"`{model}`", "recipe", "loss error, % (seeds)", "minus `ufp4`, %",
              *SETTLED, "of it, in the weights", "slope of fprop", "noise of fprop, %",
              "the paper, minus `ufp4`"]]
-    fprop = fprop_of(runs, model)
+    names = sum(groups.values(), [])
+    fprop = {recipe: found for recipe, found in fprop_of(runs, model).items()
+             if recipe in names}
     for group, recipes in groups.items():
         for recipe in recipes:
             if not errors_of(runs, model, recipe):
@@ -983,7 +996,7 @@ def recipe_table(runs, model, groups):
         return rows
     for name, effect in (("the grid", GRID), ("shrinking", SHRINKING),
                          ("fprop without RHT", FPROP_WITHOUT_RHT)):
-        if contrast(runs, model, effect):
+        if set(effect) <= set(names) and contrast(runs, model, effect):
             rows.append([f"effect of {name}", "", "", *settled(runs, model, effect),
                          *[""] * 4])
     if found := contrast(runs, model, GAP, "scratch"):

@@ -2394,6 +2394,26 @@ def test_bench_a_study_end_to_end(tmp_path, monkeypatch):
     assert calls == ["bf16", "e2m1-debiased", "ufp4"]
     assert [r["bf16_val_loss"] for r in found] == [2.0, 2.0, 2.0]
 
+def test_bench_a_run_that_fails_is_said_and_the_other_seeds_go_on(
+        tmp_path, monkeypatch, capsys):
+    def train_run(args, job):
+        if job["seed"] == 0:
+            raise RuntimeError("train.py failed: no space left")
+    monkeypatch.setattr(bench, "RESULTS", tmp_path)
+    monkeypatch.setattr(bench, "train_run", train_run)
+    monkeypatch.setattr(bench, "evaluate", lambda args, job: {"val_loss": 2.0})
+    monkeypatch.setattr(bench, "described", lambda args, job: {})
+    args = argparse.Namespace(name="runs", jobs=1, runs=tmp_path, train=[])
+    jobs = [{"model": "nano", "recipe": "bf16", "seed": seed, "estimator": "scratch"}
+            for seed in (0, 1)]
+    kept = bench.folder(args, jobs[0]) / "ckpt-0000001"
+    kept.mkdir(parents=True)
+    with pytest.raises(SystemExit, match="the same command goes on"):
+        bench.train_all(args, jobs)
+    assert "no space left" in capsys.readouterr().err and kept.exists()
+    saved = json.loads((tmp_path / "runs.json").read_text())["runs"]
+    assert [r["seed"] for r in saved] == [1]
+
 def test_bench_pages_have_the_tables_of_the_files_and_these_follow_from_the_runs():
     texts = [page.read_text() for page in bench.PAGES]
     # Where this fails, run: python bench.py readme
