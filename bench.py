@@ -847,8 +847,14 @@ PAPER_OVER_UFP4 = {"ufp4-rht-none": "+0.60", "ufp4-rht-wgrad": "+0.34",
 GAP = {"e2m1": 1, "ufp4": -1}
 GRID = dict(zip(CAUSES, (.5, .5, -.5, -.5)))
 SHRINKING = dict(zip(CAUSES, (.5, -.5, .5, -.5)))
-FPROP_WITHOUT_RHT = {"ufp4-rht-wgrad": .5, "ufp4-rht-fprop-wgrad": -.5,
-                     "ufp4-rht-dgrad-wgrad": .5, "ufp4": -.5}
+# The last rows of a table of recipes
+EFFECTS = {"effect of the grid": GRID, "effect of shrinking": SHRINKING,
+           "effect of fprop without RHT": {
+               "ufp4-rht-wgrad": .5, "ufp4-rht-fprop-wgrad": -.5,
+               "ufp4-rht-dgrad-wgrad": .5, "ufp4": -.5},
+           "E1M2 minus E2M1, RHT on wgrad": {"ufp4-rht-wgrad": 1, "e2m1": -1},
+           "E1M2 minus E2M1, RHT on all": {"ufp4": 1, "e2m1-full-rht": -1},
+           "`ufp4-mx` minus `mxfp4`": {"ufp4-mx": 1, "mxfp4": -1}}
 
 def errors_of(runs, model, recipe, estimator="branched", loss="val_loss"):
     """{seed: BF16-relative loss error} (the paper's, Q2), infinite if it diverged."""
@@ -994,11 +1000,9 @@ def recipe_table(runs, model, groups):
                          PAPER_OVER_UFP4.get(recipe, "")])
     if len(rows) == 1:
         return rows
-    for name, effect in (("the grid", GRID), ("shrinking", SHRINKING),
-                         ("fprop without RHT", FPROP_WITHOUT_RHT)):
+    for name, effect in EFFECTS.items():
         if set(effect) <= set(names) and contrast(runs, model, effect):
-            rows.append([f"effect of {name}", "", "", *settled(runs, model, effect),
-                         *[""] * 4])
+            rows.append([name, "", "", *settled(runs, model, effect), *[""] * 4])
     if found := contrast(runs, model, GAP, "scratch"):
         rows.append(["`e2m1`, from scratch", "", "", text(found), *[""] * 6])
     if found := reduction(runs, [model]):
