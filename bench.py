@@ -12,7 +12,7 @@
     python bench.py study lr        is the learning rate right?
     python bench.py dispatch    what the kernels compile to on GPUs not here (5 min)
     python bench.py kernels     their speed on this GPU, against copying and cuBLAS
-    python bench.py tune        which tiles and registers are fastest on this GPU
+    python bench.py tune        which tiles are fastest on this GPU
     python bench.py plan        memory and bounds on speed of a run of train.py
     python bench.py train       train.py with the recipes below besides its own
     python bench.py runs        your own runs of train.py, as a table and as curves
@@ -1444,7 +1444,8 @@ def lower(kernel, name, arch):
     from triton.compiler import ASTSource
     if kernel == "quantize_kernel":
         rows, cols = map(kernels.operand_of, calls()[name])
-        (TR, TC), options = kernels.SHAPES[rows is not None, cols is not None]
+        TR, TC = kernels.SHAPES[rows is not None, cols is not None]
+        options = {}
         constants = dict(ROWS=rows, COLS=cols, TR=TR, TC=TC, amax_ptr=None, stride_c=1)
         types = ("*bf16 *fp32 *fp32 *i32 *fp32 *i32 *fp32 *fp32 *u32 "
                  "i32 i32 i32 i32").split()
@@ -1577,33 +1578,31 @@ def bench_kernels(args):
                  *interleaved(waiting, 30))
     against_bf16("the same, of the GPU's time alone", "", *map(timed, passes))
     for name, target, flags in (
-            ("`small`", "at most 1.6 (1.3)", "--model small"),
-            ("1B parameters", "at most 1.3 (1.15)",
+            ("`small`", "", "--model small"),
+            ("`small`, compiled", "at most 1.6 (1.3)", "--model small --compile"),
+            ("1B parameters, compiled", "at most 1.3 (1.15)",
              "--model small --layers 16 --dim 2048 --heads 16 --hidden 5632 "
-             "--seq-len 2048 --batch-size 4")):
-        flags += " --compile --device cuda --dtype bfloat16"
+             "--seq-len 2048 --batch-size 4 --compile")):
+        flags += " --device cuda --dtype bfloat16"
         s = train.parse_args(flags.split())
         torch.compiler.reset()      # or a second model's sizes would be variables
         steps = [training_step(s, recipe, 50304) for recipe in ("bf16", "ufp4")]
-        against_bf16(f"training step, {name}, compiled", target,
+        against_bf16(f"training step, {name}", target,
                      *interleaved(steps, 30))
     finish("kernels", {"kernels": rows})
 
 def bench_tune(args):
-    """Times calls() in several shapes, of which kernels.SHAPES should have the best."""
+    """Times calls() in several tiles, of which kernels.SHAPES should have the best."""
     import kernels
     from triton.testing import do_bench
     x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     keys = random_keys("cuda")
     for name, names in calls().items():
-        for tile, registers in itertools.product(((32, 128), (64, 64), (64, 128)),
-                                                 (64, 128)):
-            shape = tile, {"maxnreg": registers}
-            kernels.SHAPES = dict.fromkeys(kernels.SHAPES, shape)
+        for tile in (32, 64), (64, 64), (32, 128), (64, 128), (128, 64):
+            kernels.SHAPES = dict.fromkeys(kernels.SHAPES, tile)
             ms = do_bench(lambda: torch.ops.ufp4.quantize(x, 0, keys, *names),
                           return_mode="all")
-            print(f"{spread(ms, '{:.3f}')} ms: {name}, {tile}, {registers} registers",
-                  flush=True)
+            print(f"{spread(ms, '{:.3f}')} ms: {name}, {tile}", flush=True)
 
 # ---- plan: what a run costs, counted, not measured ----
 # Peaks in TFLOP/s without sparsity, by path of kernels.route; a path that is not here
