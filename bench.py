@@ -1572,12 +1572,13 @@ def bench_kernels(args):
     layers = [ufp4.Linear(4096, 4096, bias=False, **on_gpu, recipe=recipe)
               for recipe in ("bf16", "ufp4")]
 
-    def passes(layer):
+    def both_passes(layer):
         torch.autograd.grad(layer(v), (v, layer.weight), dy)
         torch.cuda.synchronize()
-    both = [functools.partial(passes, layer) for layer in layers]
+
+    steps = [functools.partial(both_passes, layer) for layer in layers]
     against_bf16("linear layer, forward + backward", "at most 1.30 (1.15)",
-                 *interleaved(both, 30))
+                 *interleaved(steps, 30))
     for name, target, flags in (
             ("`small`", "", "--model small"),
             ("`small`, compiled", "at most 1.6 (1.3)", "--model small --compile"),
@@ -1592,7 +1593,8 @@ def bench_kernels(args):
     finish("kernels", {"kernels": rows})
 
 def bench_tune(args):
-    """Times calls() in several tiles, of which kernels.SHAPES should have the best."""
+    """Times calls() in several tiles. kernels.SHAPES should have the best for one
+    orientation, and for dY of a layer."""
     import kernels
     from triton.testing import do_bench
     x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
