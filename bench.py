@@ -20,8 +20,9 @@
 
 A command prints its tables, saves them with the numbers behind them in
 data/results/NAME.json, draws figures, and puts the tables into both README.md. Studies
-take hours. They save each run as it ends, all in runs.json, and go on from there;
---seeds 2 --steps 300 is a quick look, in a file of its own.
+take hours. They save each run as it ends, all in runs.json, and go on from there.
+With --rows, or with flags of train.py, they have a file of their own: `--seeds 2
+--steps 300` is a quick look.
 """
 import argparse
 import collections
@@ -602,7 +603,8 @@ SIZES = {"dense-0.1m": size("nano", *TINY), "dense-0.3m": size("nano", *SMALL),
 # At 0.3M, by the number of bytes for each parameter
 SIZES |= {f"dense-0.3m-{n}": size("nano", *SMALL, per_parameter=n)
           for n in LENGTHS if n != 20}
-# By depth, at a width of 64. All read the same text, so that depth alone differs
+# By depth, at a width of 64. All read the same text, the deeper ones thus fewer bytes
+# for each parameter
 SIZES |= {f"depth-{n}": size("nano", n, *TINY[1:], steps=800) for n in DEPTHS}
 SIZES |= {f"{name}-lr-{how}": size("nano", *shape, rate=rate)
           for name, shape in (("dense-0.1m", TINY), ("dense-0.9m", NANO))
@@ -849,6 +851,7 @@ GRID = dict(zip(CAUSES, (.5, .5, -.5, -.5)))
 SHRINKING = dict(zip(CAUSES, (.5, -.5, .5, -.5)))
 # The last rows of a table of recipes
 EFFECTS = {"effect of the grid": GRID, "effect of shrinking": SHRINKING,
+           "effect of shrinking, in E2M1": {"e2m1-full-rht": 1, "e2m1-debiased": -1},
            "effect of fprop without RHT": {
                "ufp4-rht-wgrad": .5, "ufp4-rht-fprop-wgrad": -.5,
                "ufp4-rht-dgrad-wgrad": .5, "ufp4": -.5},
@@ -1007,12 +1010,14 @@ def recipe_table(runs, model, groups):
         rows.append(["`e2m1`, from scratch", "", "", text(found), *[""] * 6])
     if found := reduction(runs, [model]):
         rows.append(["`ufp4` smaller than `e2m1` by, %", "", text(found, 0), *[""] * 7])
-    if len(fprop) > 4:
-        errors = [contrast(runs, model, {recipe: 1})[0] for recipe in fprop]
-        found = [f"{statistics.correlation(v, errors):.2f}"
-                 for v in zip(*fprop.values())]
-        rows.append([f"correlation with loss error, over {len(fprop)}", *[""] * 6,
-                     *found, ""])
+    # Recipes that round alike, as ufp4 and ufp4-int4 do, are one point
+    points = {(*found, contrast(runs, model, {recipe: 1})[0])
+              for recipe, found in fprop.items()}
+    if len(points) > 4:
+        slopes, noises, errors = zip(*points)
+        rows.append([f"correlation with loss error, over {len(points)}", *[""] * 6,
+                     *(f"{statistics.correlation(v, errors):.2f}"
+                       for v in (slopes, noises)), ""])
     return measured(rows)
 
 FRONT_MODEL = "dense-0.3m"              # of the front page
@@ -1025,7 +1030,7 @@ def front_table(runs):
             ("ufp4", "E1M2, RHT on all three GEMMs"),
             ("e2m1", "E2M1, RHT on wgrad: the paper's baseline"),
             ("e2m1-full-rht", "E2M1, RHT on all three GEMMs"),
-            ("nvfp4", "after NVIDIA: E2M1, 8-bit scales, RHT on wgrad")):
+            ("nvfp4", "after NVIDIA: E2M1, 8-bit scales, RHT on wgrad; no BF16 blocks")):
         extra = ""
         if recipe != "ufp4":
             extra, _, _ = settled(runs, FRONT_MODEL, {recipe: 1, "ufp4": -1})
@@ -1147,7 +1152,7 @@ def draw_loss(fig, runs, model, groups):
     extra.set_axisbelow(True)
     finding = "Loss error and the noise of fprop"
     if len(points) > 4:
-        finding += f":\ncorrelation {statistics.correlation(*zip(*points)):.2f}"
+        finding += f":\ncorrelation {statistics.correlation(*zip(*set(points))):.2f}"
     scatter.set(xlim=(0, None), ylim=(0, None), title=finding,
                 xlabel="noise of fprop: error power,\n% of the outputs' power",
                 ylabel="loss error to BF16, %")
@@ -1690,7 +1695,9 @@ def main(argv=None):
         return train.main(rest)
     studies = args.command == "study"
     args.train = ["--dtype", "bfloat16", *rest] if studies else rest
-    args.label = re.sub(r"\W+", "-", " ".join(["", *rest]))  # other flags, other files
+    # With other rows or flags, files of its own
+    own = ["", *((studies and args.rows) or []), *rest]
+    args.label = re.sub(r"\W+", "-", " ".join(own))
     args.name, args.runs = "runs" + args.label, HERE / "out" / f"bench{args.label}"
     if rest and args.command != "plan" and not studies:
         parser.error(f"unknown arguments: {' '.join(rest)}")

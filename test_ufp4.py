@@ -214,11 +214,11 @@ def test_core_fp32_scales_are_amax_over_g_max_and_amax_survives(name):
 @every_format
 def test_core_tiles_share_a_scale_and_quantize_transposes_alike(name):
     w = torch.randn(48, 64, generator=gen())
-    q, amax = quantize(w, name, two_d=True), w.view(3, 16, 4, 16).abs().amax((1, 3))
+    q, amax = quantize(w, name, tiles=True), w.view(3, 16, 4, 16).abs().amax((1, 3))
     assert np.array_equal(q.scale[::16], amax / np.float32(GRIDS[name][-1]))
     assert torch.equal(q.scale.unflatten(0, (3, 16)),
                        q.scale[::16, None].expand(3, 16, 4))
-    assert torch.equal(q.dequantize(), quantize(w.T, name, two_d=True).dequantize().T)
+    assert torch.equal(q.dequantize(), quantize(w.T, name, tiles=True).dequantize().T)
 
 @every_scale
 @every_format
@@ -288,8 +288,8 @@ def experts(*offsets, tokens=32, dtype=torch.int64):
     ("whole blocks: got .* block = 0", lambda: quantize(zeros(2, 32), block=0)),
     ("takes floats .* got torch.float32 .., block = 16", lambda: quantize(zeros(()))),
     ("whole blocks: got .* .4, 0., block = 16", lambda: quantize(zeros(4, 0))),
-    ("with two_d the rows.* .8, 32.", lambda: quantize(zeros(8, 32), two_d=True)),
-    ("with two_d the rows.* .32,.", lambda: quantize(zeros(32), two_d=True)),
+    ("with tiles the rows.* .8, 32.", lambda: quantize(zeros(8, 32), tiles=True)),
+    ("with tiles the rows.* .32,.", lambda: quantize(zeros(32), tiles=True)),
     ("takes floats .* got torch.int64", lambda: quantize(zeros(2, 32).long())),
     ("'e5m2'.*e2m1, e1m2, int4", lambda: quantize(zeros(2, 32), "e5m2")),
     ("'fp8'.*fp32, e4m3, e4m3_up", lambda: Recipe("mine", "int4", "fp8")),
@@ -800,7 +800,7 @@ def reference(x, q, i=0):
     """ufp4.quantize of x as q says,
     with the random bits that quantized() has for it."""
     x = x.float() if q.signs is None else rht(x, q.signs)
-    return quantize(x, q.fmt, q.scale, q.block, q.stochastic, gen(i), two_d=q.tiles)
+    return quantize(x, q.fmt, q.scale, q.block, q.stochastic, gen(i), tiles=q.tiles)
 
 def same(x, rows=None, cols=None):
     """Asserts that the kernel's codes and scales are those of the reference.
@@ -1881,9 +1881,12 @@ def test_train_makes_no_float64_on_the_device(settings):
 
 @pytest.mark.parametrize("flags,code,message", [
     ("--recipe fp4", 2, "invalid choice: 'fp4'"), ("--steps 0", 2, "at least 1, got 0"),
-    ("--lr -1", 2, "at least 0, got -1"), ("--resume", 1, "there is no checkpoint"),
+    ("--lr -1", 2, "at least 0, got -1"), ("--lr nan", 2, "at least 0, got nan"),
+    ("--steps 1e3", 2, "invalid whole number value: '1e3'"),
+    ("--resume", 1, "there is no checkpoint"),
     ("--device warp", 2, "--device warp can't be used"),
-    ("--rht forward", 1, "not ('forward',)"), ("--dim 40", 1, "in_features = 40"),
+    ("--rht forward", 1, "rht takes some of fprop, dgrad, wgrad"),
+    ("--dim 40", 1, "in_features = 40"),
     ("--heads 3", 1, "--dim 32 must be a multiple of 2 x --heads 3"),
     ("--experts 4 --top-k 5", 1, "--top-k 5 must be from 1 to --experts 4"),
     ("--grad-accum 3", 2, "must be a multiple of 1 processes x --grad-accum 3"),
@@ -2416,6 +2419,16 @@ def test_bench_a_run_that_fails_is_said_and_the_other_seeds_go_on(
     assert "no space left" in capsys.readouterr().err and kept.exists()
     saved = json.loads((tmp_path / "runs.json").read_text())["runs"]
     assert [r["seed"] for r in saved] == [1]
+
+@pytest.mark.parametrize("more,name", [
+    ("--seeds 6", "runs"), ("--rows ufp4 e2m1", "runs-ufp4-e2m1"),
+    ("--rows ufp4 --steps 9", "runs-ufp4-steps-9")])
+def test_bench_a_study_with_other_rows_or_flags_leaves_the_records_alone(
+        monkeypatch, more, name):
+    found = []
+    monkeypatch.setattr(bench, "bench_study", found.append)
+    bench.main(["study", "loss", *more.split()])
+    assert found[0].name == name
 
 def test_bench_pages_have_the_tables_of_the_files_and_these_follow_from_the_runs():
     texts = [page.read_text() for page in bench.PAGES]

@@ -3,7 +3,7 @@
     python train.py --recipe bf16   # the baseline: nano, or small on a GPU
     python train.py --recipe ufp4   # also prints its loss relative to that baseline
     python train.py --recipe ufp4 --resume      # goes on after Ctrl-C or a crash
-    torchrun --nproc-per-node 8 train.py --model dense-1.5b     # many GPUs
+    torchrun --nproc-per-node 8 train.py --model dense-1.5b --grad-accum 8  # 8 GPUs
 
     # continue a text with the trained model
     python train.py --recipe ufp4 --resume --prompt "def "
@@ -130,7 +130,8 @@ class MoE(nn.Module):
         numbers = torch.arange(len(self.bias), device=x.device)     # 0, ..., E - 1
         # The rows of an expert end here; one without tokens ends where it begins
         offsets = torch.searchsorted(expert, numbers, right=True).int()     # (E)
-        if self.training:       # balance() takes ratios: --remat counts tokens twice
+        if self.training:
+            # With --remat this counts each token twice. balance() compares experts only
             self.load += torch.diff(offsets, prepend=offsets.new_zeros(1))
         copies = flat[:, None].expand(-1, self.top_k, -1).flatten(0, 1)     # (M k, C)
         gate, up = self.fc1(copies[order], offsets).chunk(2, -1)
@@ -234,9 +235,10 @@ PRESETS = {
 def at_least(low, kind):
     """A parser of numbers that are not below `low`."""
     def number(text):
-        if kind(text) < low:
+        if not kind(text) >= low:                               # NaN is not, either
             raise argparse.ArgumentTypeError(f"must be at least {low}, got {text}")
         return kind(text)
+    number.__name__ = "whole number" if kind is int else "number"   # for argparse
     return number
 
 def names(text):
@@ -289,8 +291,8 @@ class Settings:
     fmt: str = None                 # format of the elements
     scale: str = None               # format of the scales
     block: positive = None          # elements that share a scale
-    rht: names = None               # products with rotated operands, e.g. fprop,wgrad
-    sr: names = None                # operands rounded stochastically, e.g. x,dy
+    rht: names = None               # products that rotate: fprop,dgrad,wgrad, or none
+    sr: names = None                # operands rounded stochastically: x,w,dy, or none
     tiles: bool = None              # square blocks in the weights
     rht_block: positive = None      # size of the Hadamard matrix
 
@@ -624,9 +626,9 @@ def diverged(what):
          "changed setting, such as a lower --lr", 3)
 
 # --- Checkpoints and the log ---------------------------------------------------------
-# A step is validated, logged, then saved. So each checkpoint has its line in the log,
-# and --resume makes none anew. The price: a run that dies while it validates
-# trains again from the checkpoint before. --resume drops the log's lines after that.
+# A step is validated, logged, then saved. So each checkpoint has its line in the log.
+# The price: a run that dies while it validates trains again from the checkpoint before.
+# --resume drops the log's lines after that.
 
 def checkpoints(out):
     """The checkpoints in OUT, oldest first. Copies under longer names don't count."""
