@@ -1030,7 +1030,7 @@ def front_table(runs):
             ("ufp4", "E1M2, RHT on all three GEMMs"),
             ("e2m1", "E2M1, RHT on wgrad: the paper's baseline"),
             ("e2m1-full-rht", "E2M1, RHT on all three GEMMs"),
-            ("nvfp4", "after NVIDIA: E2M1, 8-bit scales, RHT on wgrad; no BF16 blocks")):
+            ("nvfp4", "after NVIDIA: E2M1, 8-bit scales, RHT on wgrad, no BF16 block")):
         extra = ""
         if recipe != "ufp4":
             extra, _, _ = settled(runs, FRONT_MODEL, {recipe: 1, "ufp4": -1})
