@@ -294,7 +294,7 @@ def experts(*offsets, tokens=32, dtype=torch.int64):
     ("'e5m2'.*e2m1, e1m2, int4", lambda: quantize(zeros(2, 32), "e5m2")),
     ("'fp8'.*fp32, e4m3, e4m3_up", lambda: Recipe("mine", "int4", "fp8")),
     ("'nope'.*bf16, ufp4", lambda: ufp4.Linear(16, 16, recipe="nope")),
-    ("'fprop', 'dgrad', 'wgrad'.* not 'wgrad'", lambda: ufp4_with(rht="wgrad")),
+    ("rht takes some of fprop, dgrad, wgrad.* 'wgrad'", lambda: ufp4_with(rht="wgrad")),
     ("a power of two, not 12", lambda: ufp4_with(rht_block=12)),
     ("multiples of 240", lambda: ufp4.Linear(32, 32, recipe=ufp4_with(block=15))),
     ("multiples of 30",
