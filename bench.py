@@ -1121,7 +1121,7 @@ def lr_table(runs):
 def draw_loss(fig, runs, model, groups):
     """Left, what each recipe loses more than ufp4. Right, loss error against noise."""
     extra, scatter = fig.subplots(1, 2)
-    names, kinds, points, fprop = [], set(), [], fprop_of(runs, model)
+    names, kinds, points, fprop = [], set(), set(), fprop_of(runs, model)
     for recipe in dict.fromkeys(sum(groups.values(), [])):
         found = contrast(runs, model, {recipe: 100, "ufp4": -100})
         if not found or not math.isfinite(found[0]):
@@ -1135,7 +1135,7 @@ def draw_loss(fig, runs, model, groups):
             noise = 100 * fprop[recipe][1]
             error, half = contrast(runs, model, {recipe: 100})
             scatter.errorbar(noise, error, yerr=half or 0, lw=1, **look)
-            points.append((noise, error))
+            points.add((noise, error))
     grid, shrinkage = contrast(runs, model, GRID), contrast(runs, model, SHRINKING)
     part, finding = reduction(runs, [model]), f"{model}: extra loss"
     if grid and shrinkage and set(CAUSES) <= set(sum(groups.values(), [])):
@@ -1152,7 +1152,7 @@ def draw_loss(fig, runs, model, groups):
     extra.set_axisbelow(True)
     finding = "Loss error and the noise of fprop"
     if len(points) > 4:
-        finding += f":\ncorrelation {statistics.correlation(*zip(*set(points))):.2f}"
+        finding += f":\ncorrelation {statistics.correlation(*zip(*points)):.2f}"
     scatter.set(xlim=(0, None), ylim=(0, None), title=finding,
                 xlabel="noise of fprop: error power,\n% of the outputs' power",
                 ylabel="loss error to BF16, %")
@@ -1695,9 +1695,9 @@ def main(argv=None):
         return train.main(rest)
     studies = args.command == "study"
     args.train = ["--dtype", "bfloat16", *rest] if studies else rest
-    # With other rows or flags, files of its own
-    own = ["", *((studies and args.rows) or []), *rest]
-    args.label = re.sub(r"\W+", "-", " ".join(own))
+    # A study with other rows or flags has files of its own
+    own = [*(args.rows or []), *rest] if studies else rest
+    args.label = re.sub(r"\W+", "-", " ".join(["", *own]))
     args.name, args.runs = "runs" + args.label, HERE / "out" / f"bench{args.label}"
     if rest and args.command != "plan" and not studies:
         parser.error(f"unknown arguments: {' '.join(rest)}")
