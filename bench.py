@@ -267,7 +267,7 @@ class Choosing(Quantizer):
 
     def __call__(self, x, rand=None):
         if self.stochastic and rand is None:
-            rand = ufp4.random_like(x)
+            rand = 1 - torch.rand(x.shape)
         x = self.blocks(x).flatten(-2)                  # rotated, if there are signs
         errors, results = [], []
         for fmt in (self.fmt, self.other):
@@ -392,7 +392,7 @@ def chain(fmt, depth=128, n=512):
     slopes, found = [], []
     for _ in range(depth):
         w = torch.linalg.qr(torch.randn(n, n, generator=g))[0]
-        x, r = ufp4.rht(approx, signs), ufp4.rht(w, signs)
+        x, r = ufp4.rotate(approx, signs), ufp4.rotate(w, signs)
         qx, qw = ufp4.fake_quantize(x, fmt), ufp4.fake_quantize(r, fmt)
         slopes.append(slope(qx, x)[0] * slope(qw, r)[0])
         exact, approx = exact @ w.T, qx @ qw.T
@@ -407,7 +407,7 @@ def bench_bias(args):
               ["Gaussian, in closed form",
                *(f"{gaussian_slope(FORMATS[f].levels):.4f}" for f in GRIDS)]]
     for kind, data in (("Gaussian", x), ("SwiGLU-like", nn.functional.silu(gate) * up)):
-        rotated = ufp4.rht(data, ufp4.random_signs(0))
+        rotated = ufp4.rotate(data, ufp4.random_signs(0))
         for name, v in ((kind, data), (f"{kind}, RHT", rotated)):
             slopes.append([name, *(cell(ufp4.fake_quantize(v, f), v) for f in GRIDS)])
     # Rows of different sizes, or power-of-two scales would meet one size alone
@@ -531,7 +531,7 @@ def bench_sqnr(args):
         kind = "all layers" if operand == "w" else layer.rpartition(".")[2]
         for gemm, data in zip(CONTRACTED[operand], (x, x.T.contiguous())):
             decibels = [sqnr(ufp4.fake_quantize(v, f), v)
-                        for v in (data, ufp4.rht(data, signs)) for f in GRIDS]
+                        for v in (data, ufp4.rotate(data, signs)) for f in GRIDS]
             found[f"{operand} of {kind}, {gemm}"].append(decibels)
     rows = [["SQNR, dB", "E2M1", "E1M2", "E2M1, RHT", "E1M2, RHT",
              "better grid changes"],
@@ -1563,7 +1563,7 @@ def bench_kernels(args):
     ms = timed(lambda: quantize(rotated, x))
     row("RHT + quantize in one kernel / quantize alone",
         "at most 1.06 (1.02), the paper's", median(ms) / unrotated, ms)
-    h = ufp4.rht(torch.eye(16), RECIPES["ufp4"].signs).to(x)
+    h = ufp4.rotate(torch.eye(16), RECIPES["ufp4"].signs).to(x)
     ms = timed(lambda: quantize(plain, (x.view(-1, 16) @ h).view(x.shape)))
     row("RHT, then quantize / quantize alone", "the paper's 1.62",
         median(ms) / unrotated, ms)
