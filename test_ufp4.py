@@ -904,7 +904,7 @@ def test_core_convert_names_what_it_leaves_unquantized():
     model = nn.Sequential(nn.Embedding(8, 16), nn.Linear(16, 16), Conv1D(), Conv1D(),
                           nn.LazyLinear(16), nn.LayerNorm(16),
                           nn.utils.parametrizations.weight_norm(nn.Linear(16, 16)))
-    with pytest.warns(UserWarning, match="quantized 14% of the weights.*: 2 x Conv1D, "
+    with pytest.warns(UserWarning, match="quantized 16% of the weights.*: 2 x Conv1D, "
                       "1 x LazyLinear, 1 x ParametrizationList$"):
         ufp4.convert(model)
     with warnings.catch_warnings():
@@ -943,7 +943,7 @@ def test_core_noise_is_the_split_of_each_output_and_leaves_no_trace():
         rest = y - a * exact
         assert slope == pytest.approx(a.item(), rel=1e-5)
         assert noise == pytest.approx((rest @ rest / (exact @ exact)).item(), rel=1e-3)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(ValueError):
         ufp4.noise(model, torch.randn(64, 17))
     assert model.training and not model[4].training and model[0].training
     assert not any(m._forward_hooks for m in model.modules())
