@@ -1057,7 +1057,7 @@ def test_kernels_routes():
 def lowered(request):
     """What is compiled for other GPUs:
     in processes beside the tests, from the first on."""
-    tests = [item for item in request.session.items if "compile_to" in item.name]
+    tests = [item for item in request.session.items if "compile_to[" in item.name]
     calls = [test.callspec.params["call"] for test in tests]
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         yield {call: pool.submit(bench.lowering, *call) for call in calls}
@@ -1083,12 +1083,25 @@ def test_kernels_what_products_compile_to(call, instruction, count, lowered):
     assert (got["spills"] or 0) <= 12, got
 
 @needs_kernels
-@pytest.mark.parametrize("call", [("quantize_kernel", "dY of a layer", "sm_90")])
+@pytest.mark.parametrize("call", [
+    ("quantize_kernel", name, "sm_90")
+    for name in ("both orientations, nearest", "dY of a layer")])
 def test_kernels_what_quantizers_compile_to(call, lowered):
-    """All of its code, per element of a tile;
-    it keeps (nearly) all it needs in registers."""
+    """All of its code, for each number of a tile; it keeps all it needs in registers;
+    a warp's store fills the sectors of memory that it touches."""
     got = lowered[call].result()
-    assert got["spills"] <= 12 and got["per_element"] < 66, got
+    assert got["spills"] == 0 and got["registers"] <= 96, got
+    assert got["per_element"] < 63 and got["full"] > 0.5, got
+
+def test_kernels_what_a_warp_writes_at_once():
+    """By hand: 32 rows of four blocks, two words each. Lanes that run down the rows
+    touch 32 sectors, a quarter full; lanes that run along them fill eight."""
+    form = ("#a = #ttg.blocked<{{sizePerThread = [1, 1, 2], threadsPerWarp = {}, "
+            "warpsPerCTA = [1, 1, 1], order = {}}}>\n"
+            "  tt.store %1, %2, %3 : tensor<32x4x2x!tt.ptr<i32>, #a> loc(#l)")
+    down, along = form.format([32, 1, 1], [2, 0, 1]), form.format([8, 4, 1], [2, 1, 0])
+    assert bench.written(down, "i32", [32]) == [(0.25, 32)]
+    assert bench.written(along, "i32", [32]) == [(1.0, 8)]
 
 def as_if_on(arch, monkeypatch):
     """In the interpreter, which has no GPU but multiplies as Blackwell:
