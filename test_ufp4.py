@@ -1647,7 +1647,7 @@ def test_train_what_changes_a_run_is_refused(settings, text, tmp_path):
     for flags, named in ((["--dim", "64"], "embed.weight is (256, 32) there"),
                          (["--layers", "1"], "blocks.1.norm1.weight is (32,) there and "
                                              "None here"),
-                         (MOE, "mlp.bias is None there")):
+                         (MOE, "mlp.fc1.weight is (64, 32) there and (3, 64, 32) here")):
         said = refused("--resume", start, *new, *flags)
         assert "has another model" in said and named in said
         assert "has another model" in refused("--resume", start, "--out", "x", *flags)
@@ -1723,7 +1723,7 @@ def test_train_a_full_disk_keeps_the_last_checkpoint(settings, monkeypatch, caps
         m.setattr(train.dcp, "save", save)
         m.setattr(train, "parse_args", lambda argv: s)
         error = said(capsys, 1, train.main, [])
-    assert "could not save" in error and f"by --resume {s.out}" in error
+    assert "could not save" in error and f"--resume {s.out} goes on" in error
     assert "Traceback" not in error
     assert [p.name for p in train.checkpoints(s.out)] == ["ckpt-0000002"]
     assert (Path(s.out) / "ckpt-0000004").exists()      # half of it takes room
@@ -2047,7 +2047,8 @@ def test_train_makes_no_float64_on_the_device(settings):
 
 @pytest.mark.parametrize("flags,message", [
     ("--recipe fp4", "unknown recipe 'fp4': choose from bf16, ufp4"),
-    ("--model big", "invalid choice: 'big'"),
+    ("--model big", "unknown model 'big': choose from nano"),
+    ("--dtype float16", "--dtype float16 must be float32 or bfloat16"),
     ("--steps 0", "--steps 0 must be at least 1"),
     ("--lr -1", "--lr -1.0 must be at least 0"),
     ("--lr nan", "--lr nan must be at least 0"),
@@ -2075,17 +2076,32 @@ def test_train_bad_input_is_one_clear_sentence(text, capsys, tmp_path, flags, me
             and error.count("\n") == 1)
 
 # ---- train.py in processes of its own ------------------------------------------------
-KILLED_IN_SAVE = """
+# kill -9 when this run does something for the count-th time: in the midst of a step, of
+# a line of the log, of a save before and after its data, of deleting an old checkpoint
+KILLED = """
 import os
-real = train.dcp.save
-def save(state, checkpoint_id, **kwargs):
-    if state["step"] == 4 and train.RANK == train.WORLD - 1:
-        (checkpoint_id / "__0_0.distcp").parent.mkdir(exist_ok=True)
-        (checkpoint_id / "__0_0.distcp").write_bytes(b"half")
-        os.kill(os.getpid(), 9)
-    real(state, checkpoint_id=checkpoint_id, **kwargs)
-train.dcp.save = save
+def kill(module, name, count, before=lambda *args, **kwargs: None):
+    real, calls = getattr(module, name), []
+    def killed(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == count and train.RANK == train.WORLD - 1:
+            before(*args, **kwargs)
+            os.kill(os.getpid(), 9)
+        return real(*args, **kwargs)
+    setattr(module, name, killed)
+def half(state, checkpoint_id):
+    checkpoint_id.mkdir(exist_ok=True)
+    (checkpoint_id / "__0_0.distcp").write_bytes(b"half")
+def half_line(config, line):
+    open(config.out + "/log.jsonl", "a").write(train.json.dumps(line)[:17])
 """
+IN_SAVE = KILLED + "kill(train.dcp, 'save', 2, half)"
+MOMENTS = (
+    "kill(train.dcp, 'save', 1, half)", "kill(train, 'log', 4, half_line)",
+    "kill(train.torch.optim.AdamW, 'step', 4)", "kill(train, 'get_batch', 2)",
+    "import torch.distributed.checkpoint.filesystem as fs; "
+    "kill(fs.FileSystemWriter, 'finish', 1)", "kill(train.shutil, 'rmtree', 2)")
+
 SEEDS = """
 real = train.nn.utils.clip_grad_norm_
 def clip(*args):
@@ -2103,13 +2119,14 @@ real_rate, train.learning_rate = train.learning_rate, lambda step, s: (
 
 def start_train(flags, text, tmp_path, preamble="", ranks=1):
     """train.py on `ranks` CPU processes, with something changed."""
+    common = [] if "--resume" in flags else [*TINY, "--data", str(text)]
     (tmp_path / "run.py").write_text(
         f"import functools, sys\nsys.path.insert(0, {str(HERE)!r})\n"
         f"import train\n{preamble}\n"
         "train.torch.compiler.set_stance('force_eager')\n"
         "train.prepare = functools.partial("
         f"train.prepare, root={str(tmp_path / 'data')!r})\n"
-        f"train.main({[*TINY, '--data', str(text), *flags]!r})\n")
+        f"train.main({[*common, *flags]!r})\n")
     torchrun = ["-m", "torch.distributed.run", "--standalone",
                 "--nproc-per-node", str(ranks)]
     return subprocess.Popen(
@@ -2118,25 +2135,28 @@ def start_train(flags, text, tmp_path, preamble="", ranks=1):
 
 def test_train_killed_and_resumed_ends_with_the_same_weights(
         settings, text, tmp_path, monkeypatch):
-    """kill -9 in the middle of a save, two steps after the last;
-    with noise, bit for bit."""
+    """kill -9 at six moments of one run, each time resumed by the folder alone; with
+    noise, bit for bit."""
     out, whole = (tmp_path / "out/killed",
-                  settings(*MOE, "--out", str(tmp_path / "out/whole")))
+                  settings(*MOE, "--steps", "14", "--out", str(tmp_path / "out/whole")))
     train.train(whole)
     monkeypatch.setenv("OMP_DISPLAY_ENV", "verbose")
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
-    process = start_train([*MOE, "--out", str(out)], text, tmp_path, KILLED_IN_SAVE)
-    error = process.communicate(timeout=300)[1]
-    assert process.returncode == -signal.SIGKILL, error
+    flags = [*MOE, "--steps", "14", "--out", str(out)]
+    for moment in MOMENTS:
+        process = start_train(flags, text, tmp_path, KILLED + moment)
+        error = process.communicate(timeout=300)[1]
+        assert process.returncode == -signal.SIGKILL, error
+        if train.checkpoints(out):      # the first dies before there is one: once more
+            flags = ["--resume", str(out)]
     # What the user sets stays.
     assert re.search("OMP_WAIT_POLICY *= *'ACTIVE'", error)
-    assert [p.name for p in train.checkpoints(out)] == ["ckpt-0000002"]
-    assert records(out) == records(whole.out)[:4]   # a step is logged, then saved
-    with open(out / "log.jsonl", "a") as log:
-        log.write('{"step": 5, "tra')       # as a kill in its midst would leave it
-    train.train(settings(*MOE, "--out", str(out), "--resume"))
+    train.train(train.parse_args(["--resume", str(out)]))
     assert (same_weights(weights(out), weights(whole.out))
             and records(out) == records(whole.out))
+    starts = [json.loads(line)["start"] for line in open(out / "log.jsonl")
+              if line.startswith('{"settings"')]
+    assert starts[:2] == [0, 0] and 1 < len(set(starts)) and starts == sorted(starts)
 
 def test_train_ctrl_c_saves_and_says_how_to_go_on(text, tmp_path, monkeypatch):
     """And OpenMP's threads sleep after a while, as GNU's says itself."""
@@ -2150,7 +2170,7 @@ def test_train_ctrl_c_saves_and_says_how_to_go_on(text, tmp_path, monkeypatch):
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     error = process.communicate(timeout=300)[1]
-    assert process.returncode == 130 and "and saved; add --resume" in error
+    assert process.returncode == 1 and f"and saved; --resume {out} goes on" in error
     assert "GOMP_" not in error or "GOMP_SPINCOUNT = '10000'" in error
     assert int(train.checkpoints(out)[-1].name[5:]) == records(out)[-1]["step"]
 
@@ -2164,21 +2184,19 @@ def test_train_two_processes_are_one_with_two_parts_also_after_losing_one(
     A signal to one of them stops both after the same step.
     One process goes on where two stopped."""
     flags = [*MOE, "--recipe", "ufp4", "--sr", "none", "--clip", "0",
-             "--log-interval", "3"]
+             "--log-interval", "3", "--eval-windows", "4"]
     one = settings(*flags, "--grad-accum", "2", "--out", str(tmp_path / "one"))
     out = tmp_path / "two"
     train.train(one)
     for more, preamble, message, saved in (
-            ([], KILLED_IN_SAVE, "Signal 9", [2]),
+            ([*flags, "--remat", "--out"], IN_SAVE, "Signal 9", [2]),
             (["--resume"], SEEDS + SIGNAL,
              "train.py: stopped after step 5 and saved", [4, 5])):
-        process = start_train([*flags, *more, "--out", str(out)], text, tmp_path,
-                              preamble, ranks=2)
+        process = start_train([*more, str(out)], text, tmp_path, preamble, ranks=2)
         error = process.communicate(timeout=300)[1]
         assert process.returncode and message in error, error
-        assert error.count("train.py: ") == (1 if more else 0)
         assert [int(p.name[5:]) for p in train.checkpoints(out)] == saved
-    train.train(settings(*flags, "--grad-accum", "2", "--resume", "--out", str(out)))
+    train.train(train.parse_args(["--resume", str(out), "--grad-accum", "2"]))
     assert same_weights(weights(out), weights(one.out))
     two = [line for line in records(out) if line["step"] != 5]  # logged as it was saved
     for a, b in zip(two, records(one.out), strict=True):
@@ -2186,6 +2204,25 @@ def test_train_two_processes_are_one_with_two_parts_also_after_losing_one(
         assert a == pytest.approx(b, rel=1e-6)
     seeds = [(tmp_path / f"seeds-{rank}").read_text().split() for rank in (0, 1)]
     assert len({*seeds[0], *seeds[1]}) == len(seeds[0] + seeds[1]) == 6
+
+def test_train_three_processes_of_which_one_has_no_expert(settings, text, tmp_path):
+    """4 experts are 2, 2 and 0. A third is no binary fraction, so sums are rounded."""
+    flags = ("--experts 4 --top-k 2 --recipe bf16 --batch-size 6 --steps 4 "
+             "--clip 0 --sample 8").split()
+    one = settings(*flags, "--grad-accum", "3", "--out", str(tmp_path / "one"))
+    loss, out = train.train(one), tmp_path / "three"
+    process = start_train([*flags, "--out", str(out)], text, tmp_path, ranks=3)
+    error = process.communicate(timeout=300)[1]
+    assert process.returncode == 0, error
+    assert records(out)[-1]["val_loss"] == pytest.approx(loss, rel=1e-4)
+    for a, b in zip(records(out), records(one.out), strict=True):
+        assert a["train_loss"] == pytest.approx(b["train_loss"], rel=1e-4)
+
+def test_train_under_torchrun_the_sentence_comes_last(text, tmp_path):
+    process = start_train(["--eval-windows", "3"], text, tmp_path, ranks=2)
+    error = process.communicate(timeout=300)[1]
+    sentence = "train.py: --eval-windows 3 must be a multiple of 2 processes"
+    assert process.returncode == 1 and sentence in error.splitlines()[-2]
 
 def grouped_mm(a, b, offs):
     """F.grouped_mm, which has no float64, as a loop over the groups."""

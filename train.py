@@ -337,7 +337,6 @@ class Config:
         return {name: value for name, value in given.items() if value is not None}
 
 RECIPE_FIELDS = ("fmt", "scale", "block", "rht", "sr", "tiles", "rht_block")
-CHOICES = {"model": PRESETS, "dtype": ("float32", "bfloat16")}
 MAY_BE_ZERO = {"seed", "keep_bf16", "min_lr", "weight_decay", "clip", "sample",
                "experts", "top_k", "lr", "warmup"}
 # Settings that change no numbers, or only their rounding and random bits (device,
@@ -358,14 +357,14 @@ def typed_flags(argv):
     p = Parser(description=__doc__.splitlines()[0], argument_default=argparse.SUPPRESS)
     comments = dict(re.findall(r"(\w+): .*# (.*)", inspect.getsource(Config)))
     for f in fields(Config):
-        text, how = comments[f.name], {"type": f.type, "choices": CHOICES.get(f.name)}
+        text, how = comments[f.name], {"type": f.type}
         if f.type is bool:
             how = {"action": argparse.BooleanOptionalAction}
         elif f.type is tuple:
             how = {"nargs": "+"}
         elif f.name == "resume":
             how = {"nargs": "?", "const": ""}
-        if f.default not in (None, False):
+        if f.default is not None and f.type is not bool:
             text += f" (default: {f.default})"
         p.add_argument(flag(f.name), dest=f.name, help=text, **how)
     if argv is None and "kernel_launcher" in sys.argv[0]:
@@ -408,7 +407,7 @@ def complete(config):
     if c.with_:
         sys.path.insert(0, str(Path(c.with_).resolve().parent))
         importlib.import_module(Path(c.with_).stem)
-    preset = PRESETS[c.model]
+    preset = ufp4.lookup("model", c.model, PRESETS)
     if c.warmup is None:
         c.warmup = min(preset["warmup"], (c.steps or preset["steps"]) // 5)
     for name, value in preset.items():
@@ -432,6 +431,8 @@ def complete(config):
     require(make_recipe(c).fmt is None or c.keep_bf16 < c.layers,
             f"--keep-bf16 {c.keep_bf16} leaves none of {c.layers} blocks to quantize: "
             "take --recipe bf16")
+    require(c.dtype in (None, "float32", "bfloat16"),
+            f"--dtype {c.dtype} must be float32 or bfloat16")
     require(c.prompt != "", "--prompt needs a text")
     if c.device == "cuda" and WORLD > 1:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -604,7 +605,7 @@ def find_checkpoint(path):
     folder = path.parent if path.name.startswith("ckpt-") else path
     whole = checkpoints(folder)
     found = whole[-1] if whole and path == folder else path
-    names = ", ".join(each.name for each in whole) or "none"
+    names = ", ".join(each.name for each in whole) or "none; to start, omit --resume"
     require(found in whole, f"--resume {path}: there is no such checkpoint; whole ones "
             f"in {folder}: {names}")
     return found
@@ -627,10 +628,8 @@ def claim(config):
                          "another folder by --out") from None
     except (ImportError, OSError):      # Windows and some network disks have no locks
         pass
-    log = out / "log.jsonl"
-    has_run = checkpoints(out) or log.exists() and read_log(log)[1:]
-    require(goes_on(config) or not has_run, f"{out} holds a run: --resume {out} goes on "
-            "with it, --out with a new folder begins another")
+    require(goes_on(config) or not checkpoints(out), f"{out} holds a run: --resume {out} "
+            "goes on with it, --out with a new folder begins another")
     for path in set(out.glob("ckpt-???????")) - set(checkpoints(out)):
         shutil.rmtree(path)
     return lock
@@ -649,8 +648,8 @@ def save(config, step, model, optimizer):
         dcp.save(state_of(model, optimizer, step), checkpoint_id=path)
     except CheckpointException as e:
         error, _ = next(iter(e.failures.values()))
-        raise OSError(f"could not save {path}: {error}; make room, and go on from the "
-                      f"checkpoint before by --resume {config.out}") from e
+        raise OSError(f"could not save {path} ({error!r}); once that is mended, --resume "
+                      f"{config.out} goes on from the checkpoint before") from e
     if RANK == 0:
         for old in checkpoints(config.out)[:-2]:
             shutil.rmtree(old)
@@ -712,8 +711,9 @@ def log_start(config, text, start):
                  "hardware": hardware(config.device)[0], "processes": WORLD})
 
 def read_log(path):
-    """-> [settings and the like, as of the last start; a dict for each logged step, as
-    logged last]. In a branch "start", of the first start, is above 0."""
+    """-> [settings and the like, as of the last start; a dict for each logged step]. Each
+    start drops the lines after the step it goes on from. "start" is that of the first
+    one, and above 0 in a branch."""
     starts, steps = [], {}
     for text in Path(path).read_text(errors="replace").splitlines():
         try:
@@ -724,14 +724,14 @@ def read_log(path):
             steps[line["step"]] = line
         else:
             starts.append(line)
+            steps = {n: step for n, step in steps.items() if n <= line.get("start", 0)}
     require(starts and all("settings" in line for line in starts),
             f"{path} is damaged, or no log of train.py: delete {Path(path).parent}, or "
             "name another folder")
     settings = {name: tuple(value) if isinstance(value, list) else value
                 for name, value in starts[-1]["settings"].items()}
     start = starts[0].get("start", 0)
-    return [starts[-1] | {"settings": settings, "start": start},
-            *(steps[number] for number in sorted(steps))]
+    return [starts[-1] | {"settings": settings, "start": start}, *steps.values()]
 
 def commit():
     """The commit of this code, "-dirty" if it was changed; None if git can't say."""
