@@ -14,6 +14,7 @@ import itertools
 import json
 import math
 import os
+import pathlib
 import random
 import re
 import shutil
@@ -1685,7 +1686,7 @@ def test_train_a_damaged_file_is_named(settings, tmp_path):
     for content in b"", b"\xff", b'{"step": 1}\n', b"[1]\n", b'{"other": 1}\n':
         refused(log, content, "log.jsonl is damaged, or no log")
     val = next((tmp_path / "data").rglob("val.bin"))
-    refused(val, b"", "val.bin is not a token file")
+    refused(val, b"", "val.bin is damaged")
     val.unlink()                                    # it is made again
     metadata.unlink()                               # as if killed in the midst of it
     assert train.parse_args(resume).resume == str(older)
@@ -2275,22 +2276,42 @@ def test_data_own_text_is_bytes_and_follows_its_content(tmp_path):
     with pytest.raises(ValueError, match="holds no text"):
         prepare.prepare(str(path), root=tmp_path)
 
-def test_data_a_token_file_that_is_damaged_or_of_another_vocabulary_is_named(tmp_path):
+def test_data_the_default_is_the_standard_library_in_two_disjoint_parts(tmp_path):
+    """The same in each call: whole files of the library, each in one of the parts."""
+    d = prepare.prepare(root=tmp_path / "a")
+    train_text, val = (prepare.read_tokens(p[0]).astype(np.uint8).tobytes()
+                       for p in (d.train, d.val))
+    again = prepare.prepare("python", tmp_path / "b")
+    for a, b in (d.train, again.train), (d.val, again.val):
+        assert a[0].read_bytes() == b[0].read_bytes()
+    assert len(train_text) > 15 * len(val) > 10**6 and d.vocab_size == 256
+    for module in argparse, dataclasses, json, functools, http.server, pathlib, re:
+        source = Path(module.__file__).read_bytes()
+        assert (source in train_text) + (source in val) == 1
+
+def test_data_a_token_file_that_is_damaged_is_named_and_a_missing_one_made_again(
+        tmp_path):
     path = tmp_path / "a.bin"
     prepare.write_tokens(path, [1, 2, 50257, 3])
     assert prepare.read_tokens(path).tolist() == [1, 2, 50257, 3]
-    beyond = "a.bin has a token 50257, beyond the vocabulary of 50257"
-    with pytest.raises(ValueError, match=beyond):
-        prepare.read_tokens(path, 50257)
     whole = path.read_bytes()
-    for damaged, message in ((whole[:-2], "damaged"), (b"\0" + whole[1:], "not a"),
-                             (b"", "not a")):
+    for damaged in whole[:-2], b"\0" + whole[1:], whole[:1000], b"":
         path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=f"a.bin is {message}"):
+        with pytest.raises(ValueError, match="a.bin is damaged.*delete it"):
             prepare.read_tokens(path)
+    text = tmp_path / "my.txt"
+    text.write_text("abc" * 100)
+    d = prepare.prepare(str(text), tmp_path)
+    for path in d.train[0], d.val[0]:
+        whole = path.read_bytes()
+        path.unlink()
+        prepare.prepare(str(text), tmp_path)
+        assert path.read_bytes() == whole
 
 def test_data_a_prompt_becomes_the_tokens_of_its_vocabulary(monkeypatch):
     assert prepare.encode("naïve ☃", 256) == list("naïve ☃".encode())
+    surrogates = "naïve ☃".encode().decode("ascii", "surrogateescape")
+    assert prepare.encode(surrogates, 256) == list("naïve ☃".encode())
 
     class GPT2:                                         # would be downloaded
         def encode_ordinary(self, text):
@@ -2298,26 +2319,24 @@ def test_data_a_prompt_becomes_the_tokens_of_its_vocabulary(monkeypatch):
 
     monkeypatch.setattr(prepare.tiktoken, "get_encoding", {"gpt2": GPT2()}.__getitem__)
     assert prepare.encode("a bc def", 50257) == [1, 2, 3]
+    assert prepare.encode("a " + surrogates, 50257) == [1, 5, 1]
     monkeypatch.setattr(prepare.tiktoken, "get_encoding",
                         lambda name: open(os.devnull + "/x"))
     with pytest.raises(OSError, match="GPT-2's vocabulary.* could not be downloaded"):
         prepare.encode("a", 50257)
 
 class Server(http.server.BaseHTTPRequestHandler):
-    """Serves `files`, with byte ranges, of which `asked` has those asked for;
-    breaks off after `limit` bytes."""
+    """Serves `files`; breaks off after `limit` bytes."""
 
     def do_GET(self):
-        body, wanted = (self.files.get(self.path, b""),
-                        self.headers["Range"] or "bytes=0-")
-        self.asked.append(wanted)
-        start = int(wanted[6:-1])
-        if start >= len(body):
-            return self.send_error(416 if body else 404)
-        self.send_response(206 if start else 200)
-        self.send_header("Content-Length", str(len(body) - start))
+        self.asked.append(self.path)
+        if self.path not in self.files:
+            return self.send_error(404)
+        body = self.files[self.path]
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body[start:][:self.limit])
+        self.wfile.write(body[:self.limit])
 
     def log_message(self, *_):
         pass
@@ -2331,38 +2350,33 @@ def server():
         yield handler
         httpd.shutdown()
 
-def test_data_fineweb_downloads_shards_and_goes_on_after_a_break(server, tmp_path):
+def test_data_fineweb_downloads_shards_once(server, tmp_path):
     prepare.write_tokens(tmp_path / "shard.bin", np.arange(200_000) % 50257)
     body = (tmp_path / "shard.bin").read_bytes()
     for name in "val_000000", "train_000001", "train_000002":
         server.files[f"/fineweb_{name}.bin"] = body
     server.limit = 150_000
-    with pytest.raises(OSError, match="broke off|could not download"):
+    with pytest.raises(OSError, match="broke off at 150000 of .*Try again"):
         prepare.prepare("fineweb", tmp_path, 2, server.url)
-    path = tmp_path / "fineweb/fineweb_val_000000.bin"
-    kept = path.with_name(path.name + ".part").stat().st_size
-    # It is never half there under its name.
-    assert not path.exists() and 0 < kept <= 150_000
+    # It is never half there under its name, and leaves nothing.
+    assert not list((tmp_path / "fineweb").iterdir())
     server.limit = None
     for _ in range(2):                          # the second time nothing is fetched
         d = prepare.prepare("fineweb", tmp_path, 2, server.url)
-        assert len(server.asked) == 4 and server.asked[1] == f"bytes={kept}-"
+        assert len(server.asked) == 4
     assert ([p.read_bytes() for p in d.val + d.train] == [body] * 3
             and d.vocab_size == 50257)
-    for left in body, body + b"more":           # whole but for its name, or too long
-        path.with_name("a.bin.part").write_bytes(left)
-        prepare.download(f"{server.url}/fineweb_val_000000.bin",
-                         path.with_name("a.bin"))
-        assert path.with_name("a.bin").read_bytes() == body
 
 def test_data_a_wrong_or_missing_file_says_what_to_do(server, tmp_path):
-    server.files["/bad.bin"] = b"<html>please log in</html>" * 100
-    with pytest.raises(OSError, match="not what it should be"):
-        prepare.download(f"{server.url}/bad.bin", tmp_path / "bad.bin",
-                         prepare.read_tokens)
-    assert not list(tmp_path.glob("bad.bin*"))
-    with pytest.raises(OSError, match="404.*--data"):
-        prepare.download(f"{server.url}/gone", tmp_path / "x.bin")
+    prepare.write_tokens(tmp_path / "other.bin", [1, 50257])
+    server.files = {"/bad.bin": b"<html>please log in</html>" * 100,
+                    "/other.bin": (tmp_path / "other.bin").read_bytes()}
+    for name, message in (("bad.bin", "damaged, or no token file.*put the file at"),
+                          ("other.bin", "its tokens are not GPT-2's"),
+                          ("gone.bin", "404.*--data")):
+        with pytest.raises(OSError, match=message):
+            prepare.download(f"{server.url}/{name}", tmp_path / "new" / name)
+    assert not list((tmp_path / "new").iterdir())
 
 # ---- bench.py ------------------------------------------------------------------------
 @pytest.mark.parametrize("name,formats", [("four-over-six", ("e2m1", "e2m1-max4")),
