@@ -325,8 +325,8 @@ class Config:
     fmt: str = None                 # format of the elements
     scale: str = None               # format of the scales
     block: int = None               # elements that share a scale
-    rht: tuple = None               # GEMMs that rotate: fprop dgrad wgrad, or none
-    sr: tuple = None                # operands rounded stochastically: x w dy, or none
+    rht: list = None                # GEMMs that rotate: fprop dgrad wgrad, or none
+    sr: list = None                 # operands rounded stochastically: x w dy, or none
     tiles: bool = None              # square blocks in the weights
     rht_block: int = None           # size of the Hadamard matrix
 
@@ -339,9 +339,9 @@ class Config:
 RECIPE_FIELDS = ("fmt", "scale", "block", "rht", "sr", "tiles", "rht_block")
 MAY_BE_ZERO = {"seed", "keep_bf16", "min_lr", "weight_decay", "clip", "sample",
                "experts", "top_k", "lr", "warmup"}
-# Settings that change no numbers, or only their rounding and random bits (device,
-# compile, grad_accum). A run may go on in its own folder with others. The text of the
-# data is compared by its checksum
+# Settings of how a run computes, not of what: they change no numbers, or only rounding
+# and random bits (device, compile, grad_accum). A run may go on with others. Its data
+# may have another name, but the text is compared
 HOW = {"out", "resume", "prompt", "with_", "data", "device", "compile", "remat",
        "grad_accum", "eval_interval", "save_interval", "log_interval", "sample"}
 
@@ -360,7 +360,7 @@ def typed_flags(argv):
         text, how = comments[f.name], {"type": f.type}
         if f.type is bool:
             how = {"action": argparse.BooleanOptionalAction}
-        elif f.type is tuple:
+        elif f.type is list:
             how = {"nargs": "+"}
         elif f.name == "resume":
             how = {"nargs": "?", "const": ""}
@@ -372,7 +372,7 @@ def typed_flags(argv):
     typed = vars(p.parse_args(argv))
     for name in typed.keys() & {"rht", "sr"}:       # spaces or commas between names
         names = " ".join(typed[name]).replace(",", " ").split()
-        typed[name] = () if names == ["none"] else tuple(names)
+        typed[name] = [] if names == ["none"] else names
     return typed
 
 def parse_args(argv=None):
@@ -397,13 +397,12 @@ def parse_args(argv=None):
     if goes_on(config) and config.prompt is None:
         changed = [flag(name) for name, value in vars(config).items()
                    if name not in HOW and value != before.get(name)]
-        require(not changed, f"{', '.join(changed)} would change the run in {config.out}"
-                "; to branch from it, add --out with a new folder")
+        require(not changed, f"{', '.join(changed)} would change the run in "
+                f"{config.out}; to branch from it, add --out with a new folder")
     return config
 
-def complete(config):
+def complete(c):
     """Fill in what preset and hardware decide, and check all settings."""
-    c = config
     if c.with_:
         sys.path.insert(0, str(Path(c.with_).resolve().parent))
         importlib.import_module(Path(c.with_).stem)
@@ -459,7 +458,7 @@ def variant(config):
     kept = {"keep_bf16": config.keep_bf16} if config.keep_bf16 else {}
     parts = [config.recipe]
     for name, value in (config.overrides | kept).items():
-        text = ("+".join(value) or "none") if isinstance(value, tuple) else value
+        text = ("+".join(value) or "none") if isinstance(value, list) else value
         parts.append(f"{name}.{text}")
     return "-".join(parts)
 
@@ -469,7 +468,9 @@ def make_recipe(config):
     require(recipe.fmt is not None or not config.overrides,
             f"recipe {config.recipe} does not quantize, so that it has no "
             f"{', '.join(config.overrides)}")
-    return replace(recipe, sign_seed=recipe.sign_seed + config.seed, **config.overrides)
+    changed = {name: tuple(value) if isinstance(value, list) else value
+               for name, value in config.overrides.items()}
+    return replace(recipe, sign_seed=recipe.sign_seed + config.seed, **changed)
 
 # --- Data ----------------------------------------------------------------------------
 
@@ -478,16 +479,14 @@ def load_data(config):
     if RANK == 0:
         prepare(config.data)            # one process downloads for all
     any_process(False)                  # the others wait
-    dataset = prepare(config.data)
-    paths = dataset.train + dataset.val
-    *shards, val = [read_tokens(path) for path in paths]
-    for path, tokens in zip(paths, [*shards, val]):
-        if len(tokens) <= config.seq_len:
-            raise ValueError(f"{path} has {len(tokens)} tokens, too few for a sequence "
-                             f"and its last target: give more text, or --seq-len below "
-                             f"{len(tokens)}")
+    data = prepare(config.data)
+    shards, val = [read_tokens(path) for path in data.train], read_tokens(data.val[0])
+    for tokens in [*shards, val]:
+        require(len(tokens) > config.seq_len, f"{tokens.filename} has {len(tokens)} "
+                "tokens, too few for a sequence and its last target: give more text, "
+                "or a smaller --seq-len")
     # The folder's name has Python's version, or the checksum of a text
-    return shards, val, f"{paths[0].parent.name}-{len(shards)}"
+    return shards, val, f"{data.train[0].parent.name}-{len(shards)}"
 
 def windows(shards, starts, config):
     """-> tokens (B, T), and targets (B, T), which are the next tokens. A start is the
@@ -628,8 +627,8 @@ def claim(config):
                          "another folder by --out") from None
     except (ImportError, OSError):      # Windows and some network disks have no locks
         pass
-    require(goes_on(config) or not checkpoints(out), f"{out} holds a run: --resume {out} "
-            "goes on with it, --out with a new folder begins another")
+    require(goes_on(config) or not checkpoints(out), f"{out} holds a run: --resume "
+            f"{out} goes on with it, --out with a new folder begins another")
     for path in set(out.glob("ckpt-???????")) - set(checkpoints(out)):
         shutil.rmtree(path)
     return lock
@@ -648,8 +647,8 @@ def save(config, step, model, optimizer):
         dcp.save(state_of(model, optimizer, step), checkpoint_id=path)
     except CheckpointException as e:
         error, _ = next(iter(e.failures.values()))
-        raise OSError(f"could not save {path} ({error!r}); once that is mended, --resume "
-                      f"{config.out} goes on from the checkpoint before") from e
+        raise OSError(f"could not save {path} ({error!r}); when that is mended, go on "
+                      f"from the checkpoint before by --resume {config.out}") from e
     if RANK == 0:
         for old in checkpoints(config.out)[:-2]:
             shutil.rmtree(old)
@@ -694,26 +693,20 @@ def restore(config, text, model, optimizer):
 
 def log(config, line):
     """Append a line, a dict, to the log. Print it if it has a validation loss."""
+    text = json.dumps(line) + "\n"
+    if "settings" in line:      # a killed process may have left half a line: end it
+        text = "\n" + text
     if RANK == 0:
         with open(Path(config.out) / "log.jsonl", "a") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(text)
     if line.get("val_loss") is not None:
         say(", ".join(f"{k} {v:.5g}" if isinstance(v, float) else f"{k} {v}"
                       for k, v in line.items() if v is not None))
 
-def log_start(config, text, start):
-    """Each start writes its settings, after an empty line: a process that was killed
-    may have left half a line."""
-    if RANK == 0:
-        open(Path(config.out) / "log.jsonl", "a").write("\n")
-    log(config, {"settings": asdict(config), "text": text, "start": start,
-                 "commit": commit(), "torch": torch.__version__,
-                 "hardware": hardware(config.device)[0], "processes": WORLD})
-
 def read_log(path):
-    """-> [settings and the like, as of the last start; a dict for each logged step]. Each
-    start drops the lines after the step it goes on from. "start" is that of the first
-    one, and above 0 in a branch."""
+    """-> [what the last start wrote, a dict for each logged step]. Each start drops the
+    lines after the step it goes on from. "start" is the first one's step, above 0 in a
+    branch."""
     starts, steps = [], {}
     for text in Path(path).read_text(errors="replace").splitlines():
         try:
@@ -728,10 +721,7 @@ def read_log(path):
     require(starts and all("settings" in line for line in starts),
             f"{path} is damaged, or no log of train.py: delete {Path(path).parent}, or "
             "name another folder")
-    settings = {name: tuple(value) if isinstance(value, list) else value
-                for name, value in starts[-1]["settings"].items()}
-    start = starts[0].get("start", 0)
-    return [starts[-1] | {"settings": settings, "start": start}, *steps.values()]
+    return [starts[-1] | {"start": starts[0].get("start", 0)}, *steps.values()]
 
 def commit():
     """The commit of this code, "-dirty" if it was changed; None if git can't say."""
@@ -756,7 +746,7 @@ def loss_error(config, val_loss):
     """How a loss compares with that of a finished bf16 run beside OUT, in words."""
     run = read_log(Path(config.out) / "log.jsonl")[0]
     if is_baseline(run, run):
-        return "runs of other recipes with these settings will be compared with this one"
+        return "other recipes with these settings are compared with this run"
     for path in sorted(Path(config.out).parent.glob("*/log.jsonl")):
         try:
             first, *_, last = read_log(path)
@@ -806,14 +796,12 @@ def build(config, recipe, vocab_size):
                                     weight_decay=config.weight_decay)
 
 def announce(config, model, start):
-    """Say what is about to be trained, and what takes long before the first step."""
     total, active, _ = counts(model, config)
     say(f"{config.model}, {total / 1e6:.2f}M parameters, {active / 1e6:.2f}M active a "
         f"token, recipe {variant(config)}, {config.dtype} on {WORLD} x "
         f"{hardware(config.device)[0]}, steps {start} to {config.steps}, {config.out}")
     if config.device == "cpu" and make_recipe(config).fmt is not None:
-        say("the first step compiles the quantizers, which takes up to a minute unless "
-            "they are cached")
+        say("the first step compiles the quantizers, up to a minute if not yet cached")
 
 @contextmanager
 def signals_noted():
@@ -842,12 +830,14 @@ def train(config):
         start = 0
         torch.manual_seed(config.seed)
         model.init_weights()
-    log_start(config, text, start)
+    log(config, {"settings": asdict(config), "text": text, "start": start,
+                 "commit": commit(), "torch": torch.__version__,
+                 "hardware": hardware(config.device)[0], "processes": WORLD})
     announce(config, model, start)
 
     moes = [m for m in model.modules() if isinstance(m, MoE)]
     bar = tqdm(total=config.steps, initial=start, disable=RANK > 0)
-    unread, clock = [], time.perf_counter()
+    done, unread, clock = start, [], time.perf_counter()
     with bar, signals_noted() as signals:
         for step in range(start, config.steps):
             # The random bits of this step and process: a resumed run draws the same
@@ -881,7 +871,8 @@ def train(config):
             rows = (all_sum(torch.stack(unread)) / WORLD).tolist()
             for number, (loss, norm, *_) in enumerate(rows, done - len(rows) + 1):
                 if not math.isfinite(loss + norm):
-                    diverged(f"step {number}: loss {loss}, gradient norm {norm}")
+                    raise FloatingPointError(f"step {number}: loss {loss}, gradient "
+                                             f"norm {norm}")
             loss, norm, *loads = rows[-1]
             seconds = time.perf_counter() - clock
             speed = len(rows) * config.batch_size * config.seq_len / seconds
@@ -892,19 +883,19 @@ def train(config):
             if validates:
                 line |= validate(model, val, config)
                 if not math.isfinite(line["val_loss"]):
-                    diverged(f"step {done}: validation loss {line['val_loss']}")
+                    raise FloatingPointError(f"step {done}: validation loss "
+                                             f"{line['val_loss']}")
             log(config, line)
             if saves:
                 save(config, done, model, optimizer)
-            if stops and not last:
-                stop(f"stopped after step {done} and saved; --resume {config.out} goes "
-                     "on")
+            if stops:
+                break
             unread, clock = [], time.perf_counter()     # leaves out validating, saving
 
-    if start == config.steps:           # the run has finished before
-        val_loss = evaluate(model, val, config)
-    else:
-        val_loss = line["val_loss"]
+    if done < config.steps:
+        stop(f"stopped after step {done} and saved; --resume {config.out} goes on")
+    finished_before = start == config.steps
+    val_loss = evaluate(model, val, config) if finished_before else line["val_loss"]
     say(f"validation loss {val_loss:.4f} nats a token")
     say(loss_error(config, val_loss))
     if config.sample:
@@ -912,14 +903,11 @@ def train(config):
         say(f"--- sample\n{text}\n---")
     return val_loss
 
-def diverged(what):
-    stop(f"{what}; --resume would repeat the same numbers, so start another run with a "
-         "changed setting, such as a lower --lr", 3)
-
 def talk(config):
     """--prompt: continue a text from a checkpoint. This reads no data."""
     vocab_size = vocabulary(config.data)
     prompt = encode(config.prompt, vocab_size)
+    config.compile = False              # would take longer than the text
     model, _ = build(config, make_recipe(config), vocab_size)
     load(Path(config.resume), {"model": get_model_state_dict(model)})
     say(sample(model, prompt, config, vocab_size))
@@ -948,8 +936,13 @@ def main(argv=None):
         train(config) if config.prompt is None else talk(config)
         if WORLD > 1:
             dist.destroy_process_group()
+    except FloatingPointError as e:
+        stop(f"{e}; --resume would repeat the same numbers, so start another run with "
+             "a changed setting, such as a lower --lr", 3)
     except (ValueError, OSError, ImportError) as e:
-        stop(e)
+        cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+        about_it = cache and str(getattr(e, "filename", "")).startswith(cache)
+        stop(f"TORCHINDUCTOR_CACHE_DIR can't be used: {e}" if about_it else e)
 
 if __name__ == "__main__":
     sys.modules["train"] = sys.modules["__main__"]      # a file of --with imports train
