@@ -1287,7 +1287,7 @@ class Run:
         names = {f.name for f in fields(train.Config)}
         s = train.Config(**{name: value for name, value in self.settings.items()
                             if name in names})
-        return train.variant(s) + (", branched" if self.first["start"] else "")
+        return train.variant(s) + (", branched" if self.first.get("branched") else "")
 
     @property
     def kind(self):

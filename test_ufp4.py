@@ -1594,7 +1594,7 @@ def test_train_a_folder_is_all_that_a_run_needs_to_go_on(settings, tmp_path):
     starts = [json.loads(line)["settings"] for line in open(moved / "log.jsonl")
               if "settings" in line]
     assert [first["sample"] for first in starts] == [0, 3, 3]
-    assert train.read_log(moved / "log.jsonl")[0]["start"] == 0
+    assert not train.read_log(moved / "log.jsonl")[0]["branched"]
 
 def test_train_a_branch_is_another_run_in_another_folder(settings, tmp_path, capsys):
     train.train(settings("--recipe", "bf16", "--keep-bf16", "1"))
@@ -1622,7 +1622,7 @@ def test_train_a_branch_is_another_run_in_another_folder(settings, tmp_path, cap
     out = tmp_path / "out/same"
     train.main(["--resume", str(out)])
     assert "loss error +0.00%" in capsys.readouterr().out
-    assert train.read_log(out / "log.jsonl")[0]["start"] == 6
+    assert train.read_log(out / "log.jsonl")[0]["branched"]
 
 def test_train_what_changes_a_run_is_refused(settings, text, tmp_path):
     mine = tmp_path / "mine.txt"

@@ -614,8 +614,8 @@ def goes_on(config):
     return checkpoints(config.out)[-1:] == [Path(config.resume or "")]
 
 def claim(config):
-    """Lock the run's folder, until the result is gone or the process ends. Deletes half
-    a checkpoint, which a process that was killed has left."""
+    """Lock the run's folder for this process, as long as the result is held. Deletes
+    half a checkpoint, which a killed process has left."""
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     lock = open(out / "lock", "w")
@@ -679,7 +679,8 @@ def load(path, state):
     dcp.load(state, checkpoint_id=path)
 
 def restore(config, text, model, optimizer):
-    """Load the checkpoint of --resume. Returns its number of steps."""
+    """Load the checkpoint of --resume. Returns its number of steps, and whether the run
+    is a branch, or goes on with one."""
     path, state = Path(config.resume), state_of(model, optimizer)
     before = read_log(path.parent / "log.jsonl")[0]
     other_data = config.data != before["settings"]["data"] and not goes_on(config)
@@ -689,7 +690,7 @@ def restore(config, text, model, optimizer):
     load(path, state)
     require(state["step"] < config.steps or goes_on(config), f"{path} has made "
             f"{state['step']} steps: a branch needs more than --steps {config.steps}")
-    return state["step"]
+    return state["step"], not goes_on(config) or before["branched"]
 
 def log(config, line):
     """Append a line, a dict, to the log. Print it if it has a validation loss."""
@@ -704,9 +705,8 @@ def log(config, line):
                       for k, v in line.items() if v is not None))
 
 def read_log(path):
-    """-> [what the last start wrote, a dict for each logged step]. Each start drops the
-    lines after the step it goes on from. "start" is the first one's step, above 0 in a
-    branch."""
+    """-> [what the last start wrote: settings and so on, a dict for each logged step].
+    What was logged after the step that a start goes on from does not count."""
     starts, steps = [], {}
     for text in Path(path).read_text(errors="replace").splitlines():
         try:
@@ -719,9 +719,9 @@ def read_log(path):
             starts.append(line)
             steps = {n: step for n, step in steps.items() if n <= line.get("start", 0)}
     require(starts and all("settings" in line for line in starts),
-            f"{path} is damaged, or no log of train.py: delete {Path(path).parent}, or "
-            "name another folder")
-    return [starts[-1] | {"start": starts[0].get("start", 0)}, *steps.values()]
+            f"{path} is damaged, or no log of train.py: delete {Path(path).parent}, "
+            "or name another folder")
+    return [starts[-1], *steps.values()]
 
 def commit():
     """The commit of this code, "-dirty" if it was changed; None if git can't say."""
@@ -734,10 +734,10 @@ def commit():
     return done.stdout.strip() or None
 
 def is_baseline(bf16, run):
-    """Whether a run is to be compared with the run `bf16`, by their logs' first lines:
-    all but the recipe is the same, and that one is under bf16 from its first step."""
+    """Whether a run is to be compared with the run `bf16`, by what their logs begin
+    with: all but the recipe is the same, and that one is no branch."""
     differs = HOW | {"recipe", "keep_bf16", *RECIPE_FIELDS}
-    return (bf16["settings"]["recipe"] == "bf16" and bf16["start"] == 0
+    return (bf16["settings"]["recipe"] == "bf16" and not bf16["branched"]
             and bf16["text"] == run["text"]
             and all(bf16["settings"].get(name) == value
                     for name, value in run["settings"].items() if name not in differs))
@@ -825,14 +825,14 @@ def train(config):
     lock = claim(config) if RANK == 0 else None     # held until train() returns
     shards, val, text = load_data(config)
     if config.resume:
-        start = restore(config, text, model, optimizer)
+        start, branched = restore(config, text, model, optimizer)
     else:
-        start = 0
+        start, branched = 0, False
         torch.manual_seed(config.seed)
         model.init_weights()
     log(config, {"settings": asdict(config), "text": text, "start": start,
-                 "commit": commit(), "torch": torch.__version__,
-                 "hardware": hardware(config.device)[0], "processes": WORLD})
+                 "branched": branched, "commit": commit(), "processes": WORLD,
+                 "torch": torch.__version__, "hardware": hardware(config.device)[0]})
     announce(config, model, start)
 
     moes = [m for m in model.modules() if isinstance(m, MoE)]
