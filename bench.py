@@ -677,12 +677,12 @@ def train_run(args, job):
                *MODELS[job["model"]], *args.train, "--seed", str(job["seed"]),
                *"--sample 0 --eval-interval 1000000 --eval-windows 8".split(),
                "--save-interval", str(int(branch.name[5:])), "--out", str(out)]
-    if job["estimator"] == "branched":
-        command += ["--branch", str(branch)]
     if train.checkpoints(out):                      # an earlier command was stopped
-        command += ["--resume"]
-    elif out.exists():
-        shutil.rmtree(out)
+        command += ["--resume", str(out)]
+    else:
+        shutil.rmtree(out, ignore_errors=True)
+        if job["estimator"] == "branched":
+            command += ["--resume", str(branch)]
     env = {**os.environ, "OMP_NUM_THREADS": str(max(1, os.cpu_count() // args.jobs))}
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     said = (done.stderr.strip().splitlines() or ["no message"])[-1]
@@ -1275,17 +1275,20 @@ def draw_depth(fig, runs, models):
 class Run:
     """What a folder's log.jsonl says of a run of train.py."""
     folder: Path
-    settings: dict
+    first: dict                                 # settings and the like
     lines: list                                 # {"step", "train_loss", ...} of each
+
+    @property
+    def settings(self):
+        return self.first["settings"]
 
     @property
     def recipe(self):
         """The recipe with its overrides, and whether the run is a branch of another."""
-        names = {f.name for f in fields(train.Settings)}
-        values = {name: tuple(value) if isinstance(value, list) else value
-                  for name, value in self.settings.items() if name in names}
-        s = train.Settings(**values)
-        return train.variant(s) + (", branched" if s.branch else "")
+        names = {f.name for f in fields(train.Config)}
+        s = train.Config(**{name: value for name, value in self.settings.items()
+                            if name in names})
+        return train.variant(s) + (", branched" if self.first.get("branched") else "")
 
     @property
     def kind(self):
@@ -1313,7 +1316,7 @@ def read_run(folder):
     line that is half written is skipped."""
     try:
         first, *lines = train.read_log(folder / "log.jsonl")
-        run = Run(folder, first["settings"], lines)
+        run = Run(folder, first, lines)
         run.settings["model"], run.settings["seed"], int(run.settings["steps"])
         run.recipe, run.kind, [int(line["step"]) for line in lines]
         return run
@@ -1338,7 +1341,7 @@ def bf16_run_of(run, others):
     """Of these runs the one that train.py would compare this run with, or None."""
     for other in others:
         if (other.done == run.settings["steps"] and other.logged("val_loss")
-                and train.is_baseline(other.settings, run.settings)):
+                and train.is_baseline(other.first, run.first)):
             return other
     return None
 
@@ -1762,7 +1765,7 @@ def main(argv=None):
     commands.add_parser("train", add_help=False, help="takes the flags of train.py")
     p = commands.add_parser("plan", allow_abbrev=False,
                             help="takes the flags of train.py too")
-    p.add_argument("--gpus", type=train.positive, default=1, metavar="N")
+    p.add_argument("--gpus", type=int, default=1, metavar="N")
     p = commands.add_parser("runs", help="your runs of train.py: a table and curves")
     p.add_argument("dirs", nargs="*", type=Path, default=[Path("out")], metavar="DIR",
                    help="a run's folder, or one that holds runs (default: out)")
@@ -1776,8 +1779,8 @@ def main(argv=None):
     p.add_argument("studies", nargs="+", choices=STUDIES)
     p.add_argument("--models", nargs="+", choices=MODELS, help="some of them")
     p.add_argument("--rows", nargs="+", choices=RECIPES, help="these recipes")
-    p.add_argument("--seeds", type=train.positive, metavar="N")
-    p.add_argument("--jobs", type=train.positive, metavar="N", help="runs at a time",
+    p.add_argument("--seeds", type=int, metavar="N")
+    p.add_argument("--jobs", type=int, metavar="N", help="runs at a time",
                    default=1 if torch.cuda.is_available() else os.cpu_count())
     args, rest = parser.parse_known_args(argv)
     has_bf16 = train.GPU or train.hardware("cpu")[1]

@@ -9,10 +9,12 @@ import copy
 import dataclasses
 import functools
 import http.server
+import io
 import itertools
 import json
 import math
 import os
+import pathlib
 import random
 import re
 import shutil
@@ -1646,7 +1648,7 @@ def test_train_a_run_learns_logs_and_repeats(settings, flags, capsys):
             and "commit" in header)
     if s.experts:
         assert all(1 <= line["max_load"] <= 3 for line in lines)
-    with pytest.raises(ValueError, match="holds a run; add --resume to go on"):
+    with pytest.raises(ValueError, match="holds a run: --resume .*run goes on"):
         train.train(s)
     shutil.rmtree(s.out)
     # The same again.
@@ -1660,6 +1662,8 @@ def test_train_overrides_reach_the_recipe_and_the_blocks(settings):
     recipe = dataclasses.replace(RECIPES["e2m1"], rht=("fprop", "wgrad"), sr=(),
                                  scale="e4m3", tiles=True, sign_seed=5)
     assert train.make_recipe(s) == recipe
+    for names in ["fprop", "wgrad"], ["fprop, wgrad"], ["fprop,", "wgrad"]:
+        assert settings("--rht", *names).rht == ["fprop", "wgrad"]
     for more in [], MOE:
         model = train.GPT(settings(*flags, "--keep-bf16", "1", *more), recipe, 256)
         assert type(model.lm_head) is nn.Linear
@@ -1831,29 +1835,129 @@ def test_train_compiles_a_block_of_each_kind_once_also_to_rematerialize(
             model(tokens, tokens).backward()
             found.append([p.grad for p in model.parameters()])
             torch.manual_seed(0)
-            found.append(train.fprop_noise(model, tokens))
+            found.append(train.noise(model, tokens))
             model(tokens, tokens).backward()        # still compiled, and no new graph
     assert len(graphs) == 2
-    assert found[1] == found[3] and found[1]["worst_layer"].startswith("blocks.")
+    assert found[1] == found[3] and all(name.startswith("blocks.") for name in found[1])
     assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6)
                for a, b in zip(found[0], found[2]))
 
-def test_train_without_its_last_checkpoint_a_run_goes_on_from_the_one_before(settings):
-    s = settings("--recipe", "bf16")
+def test_train_a_folder_is_all_that_a_run_needs_to_go_on(settings, tmp_path):
+    """Its last checkpoint lost, a run goes on from the one before, with the settings of
+    its log. One that is over is validated again."""
+    s = settings("--recipe", "e2m1", *MOE, "--rht", "none", "--lr", "0.02")
     loss = train.train(s)
     whole, lines = weights(s.out), records(s.out)
-    older, newer = train.checkpoints(Path(s.out))
+    older, newer = train.checkpoints(s.out)
     shutil.rmtree(newer)
-    assert train.train(settings("--recipe", "bf16", "--resume")) == loss
-    assert [p.name for p in train.checkpoints(Path(s.out))] == [older.name, newer.name]
-    assert same_weights(weights(s.out), whole) and records(s.out) == lines
+    moved = Path(s.out).rename(tmp_path / "moved")
+    for _ in range(2):
+        again = train.parse_args(["--resume", str(moved), "--sample", "3"])
+        assert (again.out, again.rht, again.sample) == (str(moved), [], 3)
+        assert train.train(again) == loss
+    assert [p.name for p in train.checkpoints(moved)] == [older.name, newer.name]
+    assert same_weights(weights(moved), whole) and records(moved) == lines
+    starts = [json.loads(line)["settings"] for line in open(moved / "log.jsonl")
+              if "settings" in line]
+    assert [first["sample"] for first in starts] == [0, 3, 3]
+    assert not train.read_log(moved / "log.jsonl")[0]["branched"]
 
-def test_train_a_run_that_is_over_is_validated_again_and_its_log_stays(settings):
+def test_train_a_branch_is_another_run_in_another_folder(settings, tmp_path, capsys):
+    train.train(settings("--recipe", "bf16", "--keep-bf16", "1"))
+    start, last = map(str, train.checkpoints(tmp_path / "out/run"))     # steps 6 and 8
+    end = weights(tmp_path / "out/run")
+
+    def branch(name, *flags):
+        s = train.parse_args(["--resume", start, "--out", str(tmp_path / "out" / name),
+                              *flags])
+        train.train(s)
+        assert records(s.out)[0]["step"] == 7 and s.keep_bf16 == 1
+        assert records(s.out)[-1]["step"] == s.steps
+        return weights(s.out)
+
+    assert same_weights(branch("same"), end)
+    assert not same_weights(branch("e2m1", "--recipe", "e2m1", "--rht", "none"), end)
+    assert not same_weights(branch("longer", "--steps", "10"), end)
+    # Another recipe comes without what flags had changed in the old one
+    start = str(train.checkpoints(tmp_path / "out/e2m1")[0])
+    assert train.parse_args(["--resume", start, "--out", "x"]).rht == []
+    assert train.parse_args(["--resume", start, "--out", "x", "--recipe", "ufp4"]
+                            ).rht is None
+    # A branch stays one when it goes on, and is compared with the run from scratch
+    capsys.readouterr()
+    out = tmp_path / "out/same"
+    train.main(["--resume", str(out)])
+    assert "loss error +0.00%" in capsys.readouterr().out
+    assert train.read_log(out / "log.jsonl")[0]["branched"]
+
+def test_train_what_changes_a_run_is_refused(settings, text, tmp_path):
+    mine = tmp_path / "mine.txt"
+    mine.write_text(text.read_text())
+    bf16, run = ["--recipe", "bf16", "--data", str(mine)], tmp_path / "out/run"
+
+    def refused(*argv):
+        with pytest.raises(ValueError) as error:
+            train.train(train.parse_args(argv))
+        return str(error.value)
+
+    assert "no such checkpoint; whole ones" in refused("--resume", str(run))
+    train.train(settings(*bf16))
+    start, last = map(str, train.checkpoints(run))
+    here, new = ["--resume", str(run)], ["--out", str(tmp_path / "new")]
+    for flags in ["--dim", "64"], ["--recipe", "ufp4"], ["--steps", "9"]:
+        said = refused(*here, *flags)
+        assert said.startswith(f"{flags[0]} would change") and "add --out" in said
+    assert "holds a run" in refused("--resume", start)          # not the last
+    assert "no such checkpoint" in refused("--resume", start[:-1] + "7")
+    assert "has made 6 steps: a branch needs more than --steps 6" in refused(
+        "--resume", start, *new, "--steps", "6")
+    for flags, named in ((["--dim", "64"], "embed.weight is (256, 32) there"),
+                         (["--layers", "1"], "blocks.1.norm1.weight is (32,) there and "
+                                             "None here"),
+                         (MOE, "mlp.fc1.weight is (64, 32) there and (3, 64")):
+        said = refused("--resume", start, *new, *flags)
+        assert "has another model" in said and named in said
+        assert "has another model" in refused("--resume", start, "--out", "x", *flags)
+    mine.write_text(text.read_text().upper())
+    assert f"--data {mine} is mine-" in refused(*here)          # another text
+    assert f"--data {mine} is mine-" in refused("--resume", start, *new)
+    other = tmp_path / "other.txt"
+    other.write_text(mine.read_text())
+    train.train(train.parse_args(["--resume", start, *new, "--data", str(other)]))
+
+def test_train_a_damaged_file_is_named(settings, tmp_path):
+    """And the newest checkpoint deleted, the run goes on from the one before."""
     s = settings("--recipe", "bf16")
-    loss = train.train(s)
-    lines = records(s.out)
-    assert train.train(settings("--recipe", "bf16", "--resume")) == loss
-    assert records(s.out) == lines
+    train.train(s)
+    older, newer = train.checkpoints(s.out)
+    resume = ["--resume", s.out]
+
+    def refused(path, content, message):
+        whole = path.read_bytes()
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            train.train(train.parse_args(resume))
+        path.write_bytes(whole)
+
+    data, metadata = newer / "__0_0.distcp", newer / ".metadata"
+    bits = bytearray(data.read_bytes())
+    at = bits.index(b"archive/data/0")
+    bits[at + 200] ^= 1
+    damaged = re.escape(f"{newer} is damaged")
+    refused(data, data.read_bytes()[:-1000], damaged)
+    refused(data, bits, damaged + ".*a checksum is wrong.*delete it, and --resume")
+    refused(metadata, b"", damaged)
+    refused(metadata, metadata.read_bytes()[:500], damaged)
+    log = Path(s.out) / "log.jsonl"
+    for content in b"", b"\xff", b'{"step": 1}\n', b"[1]\n", b'{"other": 1}\n':
+        refused(log, content, "log.jsonl is damaged, or no log")
+    val = next((tmp_path / "data").rglob("val.bin"))
+    refused(val, b"", "val.bin is damaged")
+    val.unlink()                                    # it is made again
+    metadata.unlink()                               # as if killed in the midst of it
+    assert train.parse_args(resume).resume == str(older)
+    train.train(train.parse_args(resume))
+    assert train.checkpoints(s.out) == [older, newer]
 
 def test_train_a_run_that_died_before_its_first_line_can_start_again(
         settings, monkeypatch):
@@ -1861,105 +1965,158 @@ def test_train_a_run_that_died_before_its_first_line_can_start_again(
         m.setattr(train, "learning_rate", lambda step, s: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             train.train(settings("--recipe", "bf16"))
+    half = Path(settings().out) / "ckpt-0000002/__1_0.distcp"   # of a save that died
+    half.parent.mkdir()
+    half.write_bytes(b"half")
     train.train(settings("--recipe", "bf16"))
+    assert not half.exists()
 
-def test_train_resume_and_branch_refuse_another_run(settings, text, tmp_path):
-    bf16 = ["--recipe", "bf16", "--data", str(tmp_path / "mine.txt")]
-    (tmp_path / "mine.txt").write_text(text.read_text())
+def test_train_a_full_disk_keeps_the_last_checkpoint(settings, monkeypatch, capsys):
+    """Writes beyond a limit fail, as on a full disk."""
+    resource = pytest.importorskip("resource")
+    s, real = settings("--recipe", "bf16"), train.dcp.save
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def refused(*flags):
-        with pytest.raises(ValueError) as error:
-            train.train(settings(*bf16, *flags))
-        return str(error.value)
+    def save(state, **kwargs):
+        if state["step"] == 4:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+        try:
+            return real(state, **kwargs)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
-    assert "there is no checkpoint" in refused("--resume")
-    train.train(settings(*bf16))
-    start = str(train.checkpoints(tmp_path / "out/run")[0])     # of step 6
-    assert "dim is 64 now and was 32" in refused("--resume", "--dim", "64")
-    assert "recipe is 'ufp4' now and was 'bf16'" in refused(
-        "--resume", "--recipe", "ufp4")
-    assert "steps is 10 now and was 8" in refused("--resume", "--steps", "10")
-    new = ["--out", str(tmp_path / "out/new")]
-    assert "made 6 steps, so --steps 6 leaves none" in refused(
-        *new, "--branch", start, "--steps", "6")
-    assert "lr is 0.5 now" in refused(*new, "--branch", start, "--lr", "0.5")
-    assert "there is no checkpoint nothing" in refused(*new, "--branch", "nothing")
-    for recipe in "bf16", "e2m1":
-        out = ["--out", str(tmp_path / "out" / recipe)]
-        train.train(settings(*bf16, *out, "--branch", start, "--recipe", recipe))
-        assert [line["step"] for line in records(tmp_path / "out" / recipe)] == [7, 8]
-        same = same_weights(weights(tmp_path / "out" / recipe),
-                            weights(tmp_path / "out/run"))
-        assert same == (recipe == "bf16")
-    (tmp_path / "mine.txt").write_text(text.read_text().upper())
-    assert "data is 'mine-" in refused("--resume")              # another text
-    for path in train.checkpoints(tmp_path / "out/run"):
-        shutil.rmtree(path)
-    assert "holds the log of a run without checkpoints" in refused()
+    argv = ["--resume", s.out]
+    with monkeypatch.context() as m:
+        m.setattr(train.dcp, "save", save)
+        m.setattr(train, "parse_args", lambda argv: s)
+        error = said(capsys, 1, train.main, [])
+    assert "could not save" in error and f"by --resume {s.out}" in error
+    assert "Traceback" not in error
+    assert [p.name for p in train.checkpoints(s.out)] == ["ckpt-0000002"]
+    assert (Path(s.out) / "ckpt-0000004").exists()      # half of it takes room
+    with monkeypatch.context() as m:
+        m.setattr(train, "load_data", lambda config: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train.train(train.parse_args(argv))         # which any start frees
+    assert not (Path(s.out) / "ckpt-0000004").exists()
+    train.train(train.parse_args(argv))
+    assert records(s.out)[-1]["step"] == 8
+
+def test_train_two_runs_in_one_folder_are_refused(settings):
+    s = settings("--recipe", "bf16")
+    Path(s.out).mkdir(parents=True)
+    other = subprocess.Popen([sys.executable, "-c", f"""if True:
+        import fcntl
+        lock = open({s.out + "/lock"!r}, "w")
+        fcntl.lockf(lock, fcntl.LOCK_EX)
+        print("locked", flush=True)
+        input()"""], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert other.stdout.readline() == b"locked\n"
+    with pytest.raises(ValueError, match="another process trains in"):
+        train.train(s)
+    other.kill()                                        # its lock ends with it
+    other.wait()
+    train.train(s)
 
 def test_train_loss_error_is_relative_to_the_bf16_run_beside(
         settings, tmp_path, capsys):
     def run(name, *flags):
         return train.train(settings("--out", str(tmp_path / "out" / name), *flags))
 
-    bf16 = run("b", "--recipe", "bf16")
+    bf16 = run("b", "--recipe", "bf16", "--save-interval", "5")
+    assert "are compared with this run" in capsys.readouterr().out
     run("../start", "--recipe", "e2m1")
     start = str(train.checkpoints(tmp_path / "start")[0])
-    run("a", "--recipe", "bf16", "--branch", start)             # in part in 4 bits
     capsys.readouterr()
+    loss = run("a", "--resume", start, "--recipe", "bf16")      # in part in 4 bits
+    assert f"loss error {loss / bf16 - 1:+.2%}" in capsys.readouterr().out
+    (tmp_path / "out/0").mkdir()
+    (tmp_path / "out/0/log.jsonl").write_text("no log\n")
     loss = run("e", "--recipe", "e2m1")
-    assert f"loss error {(loss - bf16) / bf16:+.2%}" in capsys.readouterr().out
+    assert f"loss error {loss / bf16 - 1:+.2%}, to" in capsys.readouterr().out
     log = tmp_path / "out/b/log.jsonl"
-    log.write_text("".join(log.open().readlines()[:5]))         # stopped at step 4
-    mine = train.read_log(tmp_path / "out/e/log.jsonl")[0]["settings"]
-    assert "finish a run of --recipe bf16" in train.loss_error(settings(), mine, loss)
-
-def test_train_a_resumed_branch_stays_one_also_without_the_flag(settings, tmp_path):
-    flags = ["--recipe", "bf16", "--out"]
-    train.train(settings(*flags, str(tmp_path / "whole")))
-    start = str(train.checkpoints(tmp_path / "whole")[0])
-    branch = [*flags, str(tmp_path / "branch")]
-    train.train(settings(*branch, "--branch", start))
-    train.train(settings(*branch, "--resume", "--log-interval", "1"))
-    found = [train.read_log(tmp_path / name / "log.jsonl")[0]["settings"]
-             for name in ("whole", "branch")]
-    assert [mine["branch"] for mine in found] == [None, start]
-    assert found[1]["log_interval"] == 1
-    found[1]["steps"] = 8
-    assert train.is_baseline(found[0], found[0])
-    assert not train.is_baseline(found[1], found[0])
-
-def test_train_a_save_starts_from_an_empty_directory(settings):
-    s = settings("--recipe", "bf16")
-    stale = Path(s.out) / "saving/__1_0.distcp"         # of a process that there was
-    train.train(s)
-    shutil.rmtree(train.checkpoints(Path(s.out))[-1])
-    stale.parent.mkdir()
-    stale.write_bytes(b"half")
-    train.train(settings("--recipe", "bf16", "--resume"))
-    assert not stale.parent.exists()
-    assert not list(train.checkpoints(Path(s.out))[-1].glob(stale.name))
+    log.write_text("".join(log.open().readlines()[:5]))         # stopped at step 3
+    said = train.loss_error(settings("--out", str(tmp_path / "out/e")), loss)
+    assert "finish a run of --recipe bf16" in said
 
 def test_train_a_signal_stops_one_run_and_not_the_next(settings, monkeypatch, capsys):
     real, before = train.learning_rate, signal.getsignal(signal.SIGTERM)
     with monkeypatch.context() as m:
         m.setattr(train, "learning_rate", lambda step, s: (
             step == 2 and signal.raise_signal(signal.SIGTERM), real(step, s))[1])
-        error = said(capsys, 130, train.train, settings("--recipe", "bf16"))
-    assert "stopped after step 3 and saved; add --resume" in error
+        s = settings("--recipe", "bf16")
+        error = said(capsys, 1, train.train, s)
+    assert f"stopped after step 3 and saved; --resume {s.out} goes on" in error
     assert signal.getsignal(signal.SIGTERM) == before
-    s = settings("--recipe", "bf16", "--resume")
-    train.train(s)
+    train.train(settings("--recipe", "bf16", "--resume"))
     assert records(s.out)[-1]["step"] == 8
+
+def test_train_runs_in_a_notebook(settings, monkeypatch, text, tmp_path):
+    """Whatever stdout is, in a thread, and with the flags of the notebook's kernel."""
+    argv = [*TINY, "--recipe", "bf16", "--data", str(text), "--steps", "3"]
+    printed = io.StringIO()
+    for i, stdout in enumerate((printed, None, open(os.devnull, "w"))):
+        out = tmp_path / f"out/{i}"
+        flags = [*argv, "--sample", "4", "--out", str(out)]
+        monkeypatch.setattr(sys, "stdout", stdout)
+        thread = threading.Thread(target=train.main, args=(flags,))
+        thread.start()
+        thread.join()
+        assert records(out)[-1]["step"] == 3
+    monkeypatch.undo()
+    assert "validation loss" in printed.getvalue()
+    monkeypatch.setattr(sys, "argv", ["x/ipykernel_launcher.py", "-f", "kernel.json"])
+    assert train.parse_args().recipe == "ufp4"
+    with pytest.raises(ValueError, match="unrecognized arguments: -f"):
+        train.parse_args(["-f", "kernel.json"])
+
+def test_train_a_copy_of_a_compiled_model_has_its_own_weights(settings):
+    """Also with activation checkpointing."""
+    s = settings("--compile", "--remat", "--recipe", "bf16")
+    model, _ = train.build(s, train.make_recipe(s), 256)
+    model.init_weights()
+    tokens = torch.randint(256, (2, 32))
+    copied, before = copy.deepcopy(model), model(tokens)
+    with torch.no_grad():
+        for p in model.blocks.parameters():
+            p.zero_()
+    assert torch.allclose(copied(tokens), before, atol=1e-5)
+    assert not torch.allclose(model(tokens), before, atol=1e-2)
+
+def test_train_a_file_of_ones_own_adds_a_recipe(text, tmp_path):
+    """python train.py --with mine.py, and python mine.py, in processes of their own."""
+    (tmp_path / "mine.py").write_text("""if True:
+        import train, ufp4
+        ufp4.RECIPES["mine"] = ufp4.Recipe("mine", rht=("wgrad",), sr=("dy",))
+        train.PRESETS["mine"] = train.PRESETS["nano"]
+        if __name__ == "__main__":
+            train.main()
+        """)
+    flags = [*TINY, "--steps", "2", "--data", str(text), "--recipe", "mine",
+             "--model", "mine", "--out"]
+    env = os.environ | {"PYTHONPATH": str(HERE)}
+
+    def run(*argv):
+        done = subprocess.run([sys.executable, *argv], cwd=tmp_path, text=True, env=env,
+                              capture_output=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    run(HERE / "train.py", "--with", "mine.py", *flags, "a")
+    run("mine.py", *flags, "b")
+    assert records(tmp_path / "a") == records(tmp_path / "b")
+    for resume in [HERE / "train.py"], ["mine.py"]:     # the log knows of mine.py
+        assert "recipe mine" in run(*resume, "--resume", "a")
 
 def test_train_help_shows_every_default(capsys):
     with pytest.raises(SystemExit):
         train.parse_args(["--help"])
     text = " ".join(capsys.readouterr().out.split())
-    for f in dataclasses.fields(train.Settings):
+    for f in dataclasses.fields(train.Config):
+        assert train.flag(f.name) in text
         if f.type is not bool and f.default is not None:
-            flag = "--" + f.name.replace("_", "-")
-            assert re.search(rf"{flag} ((?! --).)*\(default: {f.default}\)", text)
+            assert re.search(rf"{train.flag(f.name)} ((?! --).)*"
+                             rf"\(default: {f.default}\)", text)
 
 def test_train_what_is_not_finite_stops_the_run_before_it_is_saved(
         settings, monkeypatch, capsys):
@@ -1974,6 +2131,11 @@ def test_train_what_is_not_finite_stops_the_run_before_it_is_saved(
             loss = spoil(loss)
         return loss * math.nan if spoil is None and not self.training else loss
 
+    def main(s):
+        with monkeypatch.context() as m:
+            m.setattr(train, "parse_args", lambda argv: s)
+            train.main([])
+
     def explode(loss):
         loss.register_hook(lambda grad: grad * math.inf)
         return loss
@@ -1987,7 +2149,7 @@ def test_train_what_is_not_finite_stops_the_run_before_it_is_saved(
                          "--log-interval", interval, "--save-interval", "4",
                          "--lr", "0")
             shutil.rmtree(s.out, ignore_errors=True)
-            error = said(capsys, 3, train.train, s)
+            error = said(capsys, 3, main, s)
             assert re.search(message + ".*; --resume would repeat.*setting", error)
             assert [p.name for p in train.checkpoints(Path(s.out))] == ["ckpt-0000004"]
             logged = [1, 2, 3, 4] if interval == "1" else [4]   # a saved step is logged
@@ -1995,7 +2157,7 @@ def test_train_what_is_not_finite_stops_the_run_before_it_is_saved(
     spoil = None                                        # evaluation alone
     passes.clear()
     shutil.rmtree(s.out)
-    error = said(capsys, 3, train.train, settings("--recipe", "bf16"))
+    error = said(capsys, 3, main, settings("--recipe", "bf16"))
     assert "step 4: validation loss nan; " in error
     assert [p.name for p in train.checkpoints(Path(s.out))] == ["ckpt-0000002"]
 
@@ -2038,7 +2200,7 @@ def test_train_noise_report_is_the_split_of_each_output(settings):
         for name, m in layers.items():
             keep = lambda m, x, y, name=name: seen.update({name: (x, y)})
             hooks.append(m.register_forward_hook(keep))
-        report = train.fprop_noise(model, tokens)
+        report = train.noise(model, tokens)
         expected = {}
         for name, ((x, *offsets), y) in seen.items():
             w, x, y = (layers[name].weight.double(), x.double().flatten(0, -2),
@@ -2052,22 +2214,27 @@ def test_train_noise_report_is_the_split_of_each_output(settings):
             exact, y = exact.flatten(), y.flatten()
             slope = (exact @ y / (exact @ exact)).item()
             rest = y - slope * exact
-            expected[f"blocks.0.{name}"] = slope, (rest @ rest / (exact @ exact)).item()
-        slopes, noises = zip(*expected.values())
-        assert (len(expected) == (8 if flags else 4) - 2 * bool(flags)
-                and 0.001 < min(noises))
-        assert report["slope"] == pytest.approx(np.mean(slopes), rel=1e-5)
-        assert report["noise"] == pytest.approx(np.mean(noises), rel=1e-3)
-        worst = max(expected, key=lambda name: expected[name][1])
-        assert report["worst_layer"] == worst
-        assert report["worst_noise"] == pytest.approx(expected[worst][1], rel=1e-3)
+            expected[f"blocks.0.{name}"] = (rest @ rest / (exact @ exact)).item(), slope
+        assert report.keys() == expected.keys() and len(report) == (6 if flags else 4)
+        for name, (noise, slope) in expected.items():
+            assert noise > 0.001 and report[name][0] == pytest.approx(noise, rel=1e-3)
+            assert report[name][1] == pytest.approx(slope, rel=1e-5)
+        val = np.random.default_rng(0).integers(0, 256, 200).astype(np.uint16)
+        line = train.validate(model, val, s)            # what the log has of it
+        first = np.stack([val[i:i + 32] for i in (0, 83, 167)]).astype(np.int64)
+        first = torch.from_numpy(first)
+        noises, slopes = zip(*train.noise(model, first).values())
+        assert line["noise"] == pytest.approx(np.mean(noises))
+        assert line["slope"] == pytest.approx(np.mean(slopes))
+        assert line["worst_noise"] == max(noises)
         for hook in hooks:
             hook.remove()
         assert model.training and not any(m._forward_hooks for m in model.modules())
         assert not any(m.load.any()
                        for m in model.modules() if isinstance(m, train.MoE))
         bf16 = train.GPT(s, RECIPES["bf16"], 256)
-        assert train.fprop_noise(bf16, tokens) == {}
+        assert train.noise(bf16, tokens) == {}
+        assert list(train.validate(bf16, val, s)) == ["val_loss"]
 
 def test_train_looking_at_a_run_changes_nothing_in_it(settings, tmp_path):
     """How often it validates, logs and saves, with random bits everywhere."""
@@ -2101,7 +2268,7 @@ def test_train_no_checkpoint_is_without_its_line_in_the_log(
     for flags, name in ([], "ckpt-0000002"), (["--resume"], "ckpt-0000006"):
         with pytest.raises(ZeroDivisionError):
             train.train(settings(*MOE, "--out", out, *flags))
-        assert train.checkpoints(Path(out))[-1].name == name
+        assert train.checkpoints(out)[-1].name == name
     train.train(settings(*MOE, "--out", out, "--resume"))
     assert same_weights(weights(out), weights(whole.out))
     assert records(out) == records(whole.out)
@@ -2118,15 +2285,19 @@ def test_train_prompt_only_continues_a_text_even_when_the_data_is_gone(
              for path in Path(s.out).rglob("*") if path.is_file()}
     mine.unlink()
     shutil.rmtree(tmp_path / "data")
-    for name in "prepare", "evaluate", "get_batch", "save", "start_log":
+    for name in "prepare", "evaluate", "get_batch", "save", "log":
         monkeypatch.setattr(train, name, None)          # none of them is called
     printed = []
-    for start in ["--resume"], ["--branch", str(train.checkpoints(Path(s.out))[-1])]:
-        capsys.readouterr()
-        train.main([*TINY, "--out", s.out, *flags, *start, "--prompt", "déf "])
-        printed.append(capsys.readouterr().out)
-    assert printed[0] == printed[1] and printed[0].startswith("déf ")
+    for path in s.out, str(train.checkpoints(s.out)[-1]):
+        # Under LANG=C "é" is two surrogates
+        for text in "déf ", "déf ".encode().decode("ascii", "surrogateescape"):
+            capsys.readouterr()
+            train.main(["--resume", path, "--prompt", text])
+            printed.append(capsys.readouterr().out)
+    assert set(printed) == {printed[0]} and printed[0].startswith("déf ")
     assert len(printed[0].strip()) > len("déf ")
+    error = said(capsys, 1, train.main, ["--resume", s.out, "--prompt", ""])
+    assert "--prompt needs a text" in error
     assert files == {path: path.read_bytes()
                      for path in Path(s.out).rglob("*") if path.is_file()}
 
@@ -2147,43 +2318,63 @@ def test_train_makes_no_float64_on_the_device(settings):
         shutil.rmtree(s.out)
         assert torch.float32 in found and torch.float64 not in found
 
-@pytest.mark.parametrize("flags,code,message", [
-    ("--recipe fp4", 2, "invalid choice: 'fp4'"), ("--steps 0", 2, "at least 1, got 0"),
-    ("--lr -1", 2, "at least 0, got -1"), ("--lr nan", 2, "at least 0, got nan"),
-    ("--steps 1e3", 2, "invalid whole number value: '1e3'"),
-    ("--resume", 1, "there is no checkpoint"),
-    ("--device warp", 2, "--device warp can't be used"),
-    ("--rht forward", 1, "some of fprop, dgrad, wgrad, not ('forward',)"),
-    ("--dim 40", 1, "in_features = 40"),
-    ("--heads 3", 1, "--dim 32 must be a multiple of 2 x --heads 3"),
-    ("--experts 4 --top-k 5", 1, "--top-k 5 must be from 1 to --experts 4"),
-    ("--grad-accum 3", 2, "must be a multiple of 1 processes x --grad-accum 3"),
-    ("--prompt x", 2, "--prompt needs a text, and --resume or --branch"),
-    ("--resume --prompt", 2, "--prompt: expected one argument"),
-    ("--recipe bf16 --fmt e2m1", 1, "bf16 does not quantize, so that it has no fmt"),
-    ("--data nothing.txt", 1, "no data set or file is called 'nothing.txt'"),
-    ("--seq-len 20000", 1, "fewer than a context and its target, 20001"),
-    ("--out /dev/null/run", 1, "/dev/null/run")])
-def test_train_bad_input_is_one_clear_sentence(
-        text, capsys, monkeypatch, flags, code, message):
-    monkeypatch.setattr(train.signal, "signal", lambda *_: None)
-    argv = [*TINY, *f"--data {text} --out {os.devnull} {flags}".split()]
-    error = said(capsys, code, train.main, argv)
+@pytest.mark.parametrize("flags,message", [
+    ("--recipe fp4", "unknown recipe 'fp4': choose from bf16, ufp4"),
+    ("--model big", "unknown model 'big': choose from nano"),
+    ("--dtype float16", "--dtype float16 must be float32 or bfloat16"),
+    ("--steps 0", "--steps 0 must be at least 1"),
+    ("--lr -1", "--lr -1.0 must be at least 0"),
+    ("--lr nan", "--lr nan must be at least 0"),
+    ("--steps 1e3", "invalid int value: '1e3'"),
+    ("--resume", "there is no such checkpoint"),
+    ("--device warp", "--device warp can't be used"),
+    ("--rht forward", "some of fprop, dgrad, wgrad, not ('forward',)"),
+    ("--dim 40", "in_features = 40"),
+    ("--heads 3", "--dim 32 must be a multiple of 2 x --heads 3"),
+    ("--experts 4 --top-k 5", "--top-k 5 must be from 1 to --experts 4"),
+    ("--grad-accum 3", "must be a multiple of 1 processes x --grad-accum 3"),
+    ("--warmup 9", "--warmup 9 must be at most --steps 8"),
+    ("--keep-bf16 2", "--keep-bf16 2 leaves none of 2 blocks to quantize"),
+    ("--prompt x", "--prompt needs a model: add --resume"),
+    ("--resume --prompt", "--prompt: expected one argument"),
+    ("--recipe bf16 --fmt e2m1", "bf16 does not quantize, so that it has no fmt"),
+    ("--with nothing.py", "No module named 'nothing'"),
+    ("--data nothing.txt", "no data set or file is called 'nothing.txt'"),
+    ("--seq-len 20000", "too few for a sequence"),
+    ("--out /dev/null/run", "/dev/null/run")])
+def test_train_bad_input_is_one_clear_sentence(text, capsys, tmp_path, flags, message):
+    argv = [*TINY, *f"--data {text} --out {tmp_path}/run {flags}".split()]
+    error = said(capsys, 1, train.main, argv)
     assert (message in error and error.startswith("train.py: ")
             and error.count("\n") == 1)
 
 # ---- train.py in processes of its own ------------------------------------------------
-KILLED_IN_SAVE = """
+# kill -9 when this run does something for the count-th time: in the midst of a step, of
+# a line of the log, of a save before and after its data, of deleting an old checkpoint
+KILLED = """
 import os
-real = train.dcp.save
-def save(state, checkpoint_id, **kwargs):
-    if state["step"] == 4 and train.RANK == train.WORLD - 1:
-        (checkpoint_id / "__0_0.distcp").parent.mkdir(exist_ok=True)
-        (checkpoint_id / "__0_0.distcp").write_bytes(b"half")
-        os.kill(os.getpid(), 9)
-    real(state, checkpoint_id=checkpoint_id, **kwargs)
-train.dcp.save = save
+def kill(module, name, count, before=lambda *args, **kwargs: None):
+    real, calls = getattr(module, name), []
+    def killed(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == count and train.RANK == train.WORLD - 1:
+            before(*args, **kwargs)
+            os.kill(os.getpid(), 9)
+        return real(*args, **kwargs)
+    setattr(module, name, killed)
+def half(state, checkpoint_id):
+    checkpoint_id.mkdir(exist_ok=True)
+    (checkpoint_id / "__0_0.distcp").write_bytes(b"half")
+def half_line(config, line):
+    open(config.out + "/log.jsonl", "a").write(train.json.dumps(line)[:17])
 """
+IN_SAVE = KILLED + "kill(train.dcp, 'save', 2, half)"
+MOMENTS = (
+    "kill(train.dcp, 'save', 1, half)", "kill(train, 'log', 4, half_line)",
+    "kill(train.torch.optim.AdamW, 'step', 4)", "kill(train, 'get_batch', 2)",
+    "import torch.distributed.checkpoint.filesystem as fs; "
+    "kill(fs.FileSystemWriter, 'finish', 1)", "kill(train.shutil, 'rmtree', 2)")
+
 SEEDS = """
 real = train.nn.utils.clip_grad_norm_
 def clip(*args):
@@ -2201,13 +2392,14 @@ real_rate, train.learning_rate = train.learning_rate, lambda step, s: (
 
 def start_train(flags, text, tmp_path, preamble="", ranks=1):
     """train.py on `ranks` CPU processes, with something changed."""
+    common = [] if "--resume" in flags else [*TINY, "--data", str(text)]
     (tmp_path / "run.py").write_text(
         f"import functools, sys\nsys.path.insert(0, {str(HERE)!r})\n"
         f"import train\n{preamble}\n"
         "train.torch.compiler.set_stance('force_eager')\n"
         "train.prepare = functools.partial("
         f"train.prepare, root={str(tmp_path / 'data')!r})\n"
-        f"train.main({[*TINY, '--data', str(text), *flags]!r})\n")
+        f"train.main({[*common, *flags]!r})\n")
     torchrun = ["-m", "torch.distributed.run", "--standalone",
                 "--nproc-per-node", str(ranks)]
     return subprocess.Popen(
@@ -2216,25 +2408,28 @@ def start_train(flags, text, tmp_path, preamble="", ranks=1):
 
 def test_train_killed_and_resumed_ends_with_the_same_weights(
         settings, text, tmp_path, monkeypatch):
-    """kill -9 in the middle of a save, two steps after the last;
-    with noise, bit for bit."""
+    """kill -9 at six moments of one run, each time resumed by the folder alone; with
+    noise, bit for bit."""
     out, whole = (tmp_path / "out/killed",
-                  settings(*MOE, "--out", str(tmp_path / "out/whole")))
+                  settings(*MOE, "--steps", "14", "--out", str(tmp_path / "out/whole")))
     train.train(whole)
     monkeypatch.setenv("OMP_DISPLAY_ENV", "verbose")
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
-    process = start_train([*MOE, "--out", str(out)], text, tmp_path, KILLED_IN_SAVE)
-    error = process.communicate(timeout=300)[1]
-    assert process.returncode == -signal.SIGKILL, error
+    flags = [*MOE, "--steps", "14", "--out", str(out)]
+    for moment in MOMENTS:
+        process = start_train(flags, text, tmp_path, KILLED + moment)
+        error = process.communicate(timeout=300)[1]
+        assert process.returncode == -signal.SIGKILL, error
+        if train.checkpoints(out):      # the first dies before there is one: once more
+            flags = ["--resume", str(out)]
     # What the user sets stays.
     assert re.search("OMP_WAIT_POLICY *= *'ACTIVE'", error)
-    assert [p.name for p in train.checkpoints(out)] == ["ckpt-0000002"]
-    assert records(out) == records(whole.out)[:4]   # a step is logged, then saved
-    with open(out / "log.jsonl", "a") as log:
-        log.write('{"step": 5, "tra')       # as a kill in its midst would leave it
-    train.train(settings(*MOE, "--out", str(out), "--resume"))
+    train.train(train.parse_args(["--resume", str(out)]))
     assert (same_weights(weights(out), weights(whole.out))
             and records(out) == records(whole.out))
+    starts = [json.loads(line)["start"] for line in open(out / "log.jsonl")
+              if line.startswith('{"settings"')]
+    assert starts[:2] == [0, 0] and 1 < len(set(starts)) and starts == sorted(starts)
 
 def test_train_ctrl_c_saves_and_says_how_to_go_on(text, tmp_path, monkeypatch):
     """And OpenMP's threads sleep after a while, as GNU's says itself."""
@@ -2248,7 +2443,7 @@ def test_train_ctrl_c_saves_and_says_how_to_go_on(text, tmp_path, monkeypatch):
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     error = process.communicate(timeout=300)[1]
-    assert process.returncode == 130 and "and saved; add --resume" in error
+    assert process.returncode == 1 and f"and saved; --resume {out} goes on" in error
     assert "GOMP_" not in error or "GOMP_SPINCOUNT = '10000'" in error
     assert int(train.checkpoints(out)[-1].name[5:]) == records(out)[-1]["step"]
 
@@ -2262,21 +2457,19 @@ def test_train_two_processes_are_one_with_two_parts_also_after_losing_one(
     A signal to one of them stops both after the same step.
     One process goes on where two stopped."""
     flags = [*MOE, "--recipe", "ufp4", "--sr", "none", "--clip", "0",
-             "--log-interval", "3"]
+             "--log-interval", "3", "--eval-windows", "4"]
     one = settings(*flags, "--grad-accum", "2", "--out", str(tmp_path / "one"))
     out = tmp_path / "two"
     train.train(one)
     for more, preamble, message, saved in (
-            ([], KILLED_IN_SAVE, "Signal 9", [2]),
+            ([*flags, "--remat", "--out"], IN_SAVE, "Signal 9", [2]),
             (["--resume"], SEEDS + SIGNAL,
              "train.py: stopped after step 5 and saved", [4, 5])):
-        process = start_train([*flags, *more, "--out", str(out)], text, tmp_path,
-                              preamble, ranks=2)
+        process = start_train([*more, str(out)], text, tmp_path, preamble, ranks=2)
         error = process.communicate(timeout=300)[1]
         assert process.returncode and message in error, error
-        assert error.count("train.py: ") == (1 if more else 0)
         assert [int(p.name[5:]) for p in train.checkpoints(out)] == saved
-    train.train(settings(*flags, "--grad-accum", "2", "--resume", "--out", str(out)))
+    train.train(train.parse_args(["--resume", str(out), "--grad-accum", "2"]))
     assert same_weights(weights(out), weights(one.out))
     two = [line for line in records(out) if line["step"] != 5]  # logged as it was saved
     for a, b in zip(two, records(one.out), strict=True):
@@ -2284,6 +2477,25 @@ def test_train_two_processes_are_one_with_two_parts_also_after_losing_one(
         assert a == pytest.approx(b, rel=1e-6)
     seeds = [(tmp_path / f"seeds-{rank}").read_text().split() for rank in (0, 1)]
     assert len({*seeds[0], *seeds[1]}) == len(seeds[0] + seeds[1]) == 6
+
+def test_train_three_processes_of_which_one_has_no_expert(settings, text, tmp_path):
+    """4 experts are 2, 2 and 0. A third is no binary fraction, so sums are rounded."""
+    flags = ("--experts 4 --top-k 2 --recipe bf16 --batch-size 6 --steps 4 "
+             "--clip 0 --sample 8").split()
+    one = settings(*flags, "--grad-accum", "3", "--out", str(tmp_path / "one"))
+    loss, out = train.train(one), tmp_path / "three"
+    process = start_train([*flags, "--out", str(out)], text, tmp_path, ranks=3)
+    error = process.communicate(timeout=300)[1]
+    assert process.returncode == 0, error
+    assert records(out)[-1]["val_loss"] == pytest.approx(loss, rel=1e-4)
+    for a, b in zip(records(out), records(one.out), strict=True):
+        assert a["train_loss"] == pytest.approx(b["train_loss"], rel=1e-4)
+
+def test_train_under_torchrun_the_sentence_comes_last(text, tmp_path):
+    process = start_train(["--eval-windows", "3"], text, tmp_path, ranks=2)
+    error = process.communicate(timeout=300)[1]
+    sentence = "train.py: --eval-windows 3 must be a multiple of 2 processes"
+    assert process.returncode == 1 and sentence in error.splitlines()[-2]
 
 def grouped_mm(a, b, offs):
     """F.grouped_mm, which has no float64, as a loop over the groups."""
@@ -2336,22 +2548,42 @@ def test_data_own_text_is_bytes_and_follows_its_content(tmp_path):
     with pytest.raises(ValueError, match="holds no text"):
         prepare.prepare(str(path), root=tmp_path)
 
-def test_data_a_token_file_that_is_damaged_or_of_another_vocabulary_is_named(tmp_path):
+def test_data_the_default_is_the_standard_library_in_two_disjoint_parts(tmp_path):
+    """The same in each call: whole files of the library, each in one of the parts."""
+    d = prepare.prepare(root=tmp_path / "a")
+    train_text, val = (prepare.read_tokens(p[0]).astype(np.uint8).tobytes()
+                       for p in (d.train, d.val))
+    again = prepare.prepare("python", tmp_path / "b")
+    for a, b in (d.train, again.train), (d.val, again.val):
+        assert a[0].read_bytes() == b[0].read_bytes()
+    assert len(train_text) > 15 * len(val) > 10**6 and d.vocab_size == 256
+    for module in argparse, dataclasses, json, functools, http.server, pathlib, re:
+        source = Path(module.__file__).read_bytes()
+        assert (source in train_text) + (source in val) == 1
+
+def test_data_a_token_file_that_is_damaged_is_named_and_a_missing_one_made_again(
+        tmp_path):
     path = tmp_path / "a.bin"
     prepare.write_tokens(path, [1, 2, 50257, 3])
     assert prepare.read_tokens(path).tolist() == [1, 2, 50257, 3]
-    beyond = "a.bin has a token 50257, beyond the vocabulary of 50257"
-    with pytest.raises(ValueError, match=beyond):
-        prepare.read_tokens(path, 50257)
     whole = path.read_bytes()
-    for damaged, message in ((whole[:-2], "damaged"), (b"\0" + whole[1:], "not a"),
-                             (b"", "not a")):
+    for damaged in whole[:-2], b"\0" + whole[1:], whole[:1000], b"":
         path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=f"a.bin is {message}"):
+        with pytest.raises(ValueError, match="a.bin is damaged.*delete it"):
             prepare.read_tokens(path)
+    text = tmp_path / "my.txt"
+    text.write_text("abc" * 100)
+    d = prepare.prepare(str(text), tmp_path)
+    for path in d.train[0], d.val[0]:
+        whole = path.read_bytes()
+        path.unlink()
+        prepare.prepare(str(text), tmp_path)
+        assert path.read_bytes() == whole
 
 def test_data_a_prompt_becomes_the_tokens_of_its_vocabulary(monkeypatch):
     assert prepare.encode("naïve ☃", 256) == list("naïve ☃".encode())
+    surrogates = "naïve ☃".encode().decode("ascii", "surrogateescape")
+    assert prepare.encode(surrogates, 256) == list("naïve ☃".encode())
 
     class GPT2:                                         # would be downloaded
         def encode_ordinary(self, text):
@@ -2359,26 +2591,24 @@ def test_data_a_prompt_becomes_the_tokens_of_its_vocabulary(monkeypatch):
 
     monkeypatch.setattr(prepare.tiktoken, "get_encoding", {"gpt2": GPT2()}.__getitem__)
     assert prepare.encode("a bc def", 50257) == [1, 2, 3]
+    assert prepare.encode("a " + surrogates, 50257) == [1, 5, 1]
     monkeypatch.setattr(prepare.tiktoken, "get_encoding",
                         lambda name: open(os.devnull + "/x"))
     with pytest.raises(OSError, match="GPT-2's vocabulary.* could not be downloaded"):
         prepare.encode("a", 50257)
 
 class Server(http.server.BaseHTTPRequestHandler):
-    """Serves `files`, with byte ranges, of which `asked` has those asked for;
-    breaks off after `limit` bytes."""
+    """Serves `files`; breaks off after `limit` bytes."""
 
     def do_GET(self):
-        body, wanted = (self.files.get(self.path, b""),
-                        self.headers["Range"] or "bytes=0-")
-        self.asked.append(wanted)
-        start = int(wanted[6:-1])
-        if start >= len(body):
-            return self.send_error(416 if body else 404)
-        self.send_response(206 if start else 200)
-        self.send_header("Content-Length", str(len(body) - start))
+        self.asked.append(self.path)
+        if self.path not in self.files:
+            return self.send_error(404)
+        body = self.files[self.path]
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body[start:][:self.limit])
+        self.wfile.write(body[:self.limit])
 
     def log_message(self, *_):
         pass
@@ -2392,38 +2622,33 @@ def server():
         yield handler
         httpd.shutdown()
 
-def test_data_fineweb_downloads_shards_and_goes_on_after_a_break(server, tmp_path):
+def test_data_fineweb_downloads_shards_once(server, tmp_path):
     prepare.write_tokens(tmp_path / "shard.bin", np.arange(200_000) % 50257)
     body = (tmp_path / "shard.bin").read_bytes()
     for name in "val_000000", "train_000001", "train_000002":
         server.files[f"/fineweb_{name}.bin"] = body
     server.limit = 150_000
-    with pytest.raises(OSError, match="broke off|could not download"):
+    with pytest.raises(OSError, match="broke off at 150000 of .*Try again"):
         prepare.prepare("fineweb", tmp_path, 2, server.url)
-    path = tmp_path / "fineweb/fineweb_val_000000.bin"
-    kept = path.with_name(path.name + ".part").stat().st_size
-    # It is never half there under its name.
-    assert not path.exists() and 0 < kept <= 150_000
+    # It is never half there under its name, and leaves nothing.
+    assert not list((tmp_path / "fineweb").iterdir())
     server.limit = None
     for _ in range(2):                          # the second time nothing is fetched
         d = prepare.prepare("fineweb", tmp_path, 2, server.url)
-        assert len(server.asked) == 4 and server.asked[1] == f"bytes={kept}-"
+        assert len(server.asked) == 4
     assert ([p.read_bytes() for p in d.val + d.train] == [body] * 3
             and d.vocab_size == 50257)
-    for left in body, body + b"more":           # whole but for its name, or too long
-        path.with_name("a.bin.part").write_bytes(left)
-        prepare.download(f"{server.url}/fineweb_val_000000.bin",
-                         path.with_name("a.bin"))
-        assert path.with_name("a.bin").read_bytes() == body
 
 def test_data_a_wrong_or_missing_file_says_what_to_do(server, tmp_path):
-    server.files["/bad.bin"] = b"<html>please log in</html>" * 100
-    with pytest.raises(OSError, match="not what it should be"):
-        prepare.download(f"{server.url}/bad.bin", tmp_path / "bad.bin",
-                         prepare.read_tokens)
-    assert not list(tmp_path.glob("bad.bin*"))
-    with pytest.raises(OSError, match="404.*--data"):
-        prepare.download(f"{server.url}/gone", tmp_path / "x.bin")
+    prepare.write_tokens(tmp_path / "other.bin", [1, 50257])
+    server.files = {"/bad.bin": b"<html>please log in</html>" * 100,
+                    "/other.bin": (tmp_path / "other.bin").read_bytes()}
+    for name, message in (("bad.bin", "damaged, or no token file.*put the file at"),
+                          ("other.bin", "its tokens are not GPT-2's"),
+                          ("gone.bin", "404.*--data")):
+        with pytest.raises(OSError, match=message):
+            prepare.download(f"{server.url}/{name}", tmp_path / "new" / name)
+    assert not list((tmp_path / "new").iterdir())
 
 # ---- bench.py ------------------------------------------------------------------------
 @pytest.mark.parametrize("name,formats", [("four-over-six", ("e2m1", "e2m1-max4")),

@@ -1,33 +1,45 @@
 """Pretrain a small GPT, dense or mixture-of-experts, in 4 bits or in BF16.
 
-    python train.py --recipe bf16   # the baseline: nano, or small on a GPU
-    python train.py --recipe ufp4   # also prints its loss relative to that baseline
-    python train.py --recipe ufp4 --resume      # goes on after Ctrl-C or a crash
+    python train.py --recipe bf16               # the baseline: nano, or small on a GPU
+    python train.py --recipe ufp4               # prints its loss relative to that run
+    python train.py --resume out/nano-ufp4-s0   # goes on after Ctrl-C or a crash
+    python train.py --resume out/nano-ufp4-s0 --prompt "def "       # continues a text
     torchrun --nproc-per-node 8 train.py --model dense-1.5b --grad-accum 8  # 8 GPUs
 
-    # continue a text with the trained model
-    python train.py --recipe ufp4 --resume --prompt "def "
+A run keeps log.jsonl and its last two checkpoints in a folder, --out. The log begins
+with all settings, so --resume needs only the folder. What you type besides is obeyed.
+If that changes what is computed, the run is a branch and needs another folder:
+
+    python train.py --resume out/nano-bf16-s0/ckpt-0000700 --recipe ufp4 --out out/new
 
 A recipe (see ufp4.py) says how the linear layers of the blocks multiply. Embedding, LM
 head, router and norms are never quantized. The router works in float32, the rest under
 BF16 autocast where the hardware has BF16, elsewhere in float32 (--dtype).
 
-A run writes log.jsonl and its last two checkpoints into the directory OUT.
+The training loop is in train(), near the end.
 """
+import signal
+import sys
+
+if __name__ == "__main__":      # Ctrl-C ends in a line, also while torch is imported
+    signal.signal(signal.SIGINT, lambda *_: sys.exit("train.py: interrupted"))
+
 import argparse
+import importlib
 import inspect
 import json
 import math
 import os
 import re
 import shutil
-import signal
 import subprocess
-import sys
+import threading
 import time
 import warnings
+import zipfile
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
+from io import BytesIO
 from pathlib import Path
 
 # CPU threads that share a matrix product wait for each other in a loop, which keeps
@@ -42,17 +54,57 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 import ufp4
-from data.prepare import check, decode, encode, prepare, read_tokens, vocabulary
+from data.prepare import decode, encode, prepare, read_tokens, vocabulary
+
+# --- Processes -----------------------------------------------------------------------
+# Under torchrun several processes train one model. FSDP2 shards it: each keeps a part
+# of each weight, of its gradient and of its optimizer state. To compute a block, its
+# weights are gathered, in float32, so that all processes quantize the same numbers.
+# Each process computes its share of the batch. So N processes match one process with
+# --grad-accum N, except for random bits and the order of sums.
 
 GPU = torch.cuda.is_available()
 RANK = int(os.environ.get("RANK", 0))           # this process's number, from torchrun
 WORLD = int(os.environ.get("WORLD_SIZE", 1))    # how many processes there are
+
+def all_sum(t):
+    """Sum a tensor over the processes, in place."""
+    if WORLD > 1:
+        dist.all_reduce(t)
+    return t
+
+def any_process(condition):
+    """Whether this holds in any process. They wait for each other here, but not for a
+    GPU, as the tensor is on the CPU."""
+    if WORLD == 1:
+        return bool(condition)
+    return all_sum(torch.tensor(float(bool(condition)))).item() > 0
+
+def fill(p, values):
+    """Copy values into a parameter. Of a sharded one this process has some rows: 10
+    rows on 4 processes are 3, 3, 3 and 1."""
+    if WORLD > 1:
+        size = math.ceil(len(values) / WORLD)
+        p, values = p.to_local(), values[RANK * size:][:size]
+    p.copy_(values)
+
+def say(text):
+    """Print, from one process, above the progress bar."""
+    if RANK == 0:
+        with tqdm.external_write_mode():
+            print(text)
+
+def require(condition, message):
+    """What the user can mend is a ValueError, which main() turns into a sentence."""
+    if not condition:
+        raise ValueError(message)
 
 # --- The model -----------------------------------------------------------------------
 # Shapes: B sequences of T tokens, M = B T tokens in all, C = dim, V tokens in the
@@ -70,11 +122,11 @@ def rope(x, base=10000.0):
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
 
 class Attention(nn.Module):
-    def __init__(self, s, recipe):
+    def __init__(self, config, recipe):
         super().__init__()
-        self.heads = s.heads
-        self.qkv = ufp4.Linear(s.dim, 3 * s.dim, bias=False, recipe=recipe)
-        self.proj = ufp4.Linear(s.dim, s.dim, bias=False, recipe=recipe)
+        dim, self.heads = config.dim, config.heads
+        self.qkv = ufp4.Linear(dim, 3 * dim, bias=False, recipe=recipe)
+        self.proj = ufp4.Linear(dim, dim, bias=False, recipe=recipe)
 
     def forward(self, x):                                           # (B, T, C)
         qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1))    # (B, T, 3, heads, D)
@@ -84,10 +136,11 @@ class Attention(nn.Module):
 
 class SwiGLU(nn.Module):
     """fc2(silu(gate) * up), where one product gives gate and up (arXiv 2002.05202)."""
-    def __init__(self, s, recipe):
+    def __init__(self, config, recipe):
         super().__init__()
-        self.fc1 = ufp4.Linear(s.dim, 2 * s.hidden, bias=False, recipe=recipe)
-        self.fc2 = ufp4.Linear(s.hidden, s.dim, bias=False, recipe=recipe)
+        dim, hidden = config.dim, config.hidden
+        self.fc1 = ufp4.Linear(dim, 2 * hidden, bias=False, recipe=recipe)
+        self.fc2 = ufp4.Linear(hidden, dim, bias=False, recipe=recipe)
 
     def forward(self, x):
         gate, up = self.fc1(x).chunk(2, -1)
@@ -109,15 +162,16 @@ class MoE(nn.Module):
     takes every token that chooses it: none is dropped. The load is balanced without an
     auxiliary loss (arXiv 2408.15664): each expert's score gets a bias when experts are
     chosen, and nowhere else."""
-    def __init__(self, s, recipe):
+    def __init__(self, config, recipe):
         super().__init__()
-        self.top_k = s.top_k
-        self.router = nn.Linear(s.dim, s.experts, bias=False)
-        self.fc1 = ExpertLinear(s.experts, s.dim, 2 * s.hidden, recipe)
-        self.fc2 = ExpertLinear(s.experts, s.hidden, s.dim, recipe)
-        self.shared = SwiGLU(s, recipe)
-        self.register_buffer("bias", torch.zeros(s.experts))
-        self.register_buffer("load", torch.zeros(s.experts))    # since last balance()
+        dim, hidden, experts = config.dim, config.hidden, config.experts
+        self.top_k = config.top_k
+        self.router = nn.Linear(dim, experts, bias=False)
+        self.fc1 = ExpertLinear(experts, dim, 2 * hidden, recipe)
+        self.fc2 = ExpertLinear(experts, hidden, dim, recipe)
+        self.shared = SwiGLU(config, recipe)
+        self.register_buffer("bias", torch.zeros(experts))
+        self.register_buffer("load", torch.zeros(experts))      # since last balance()
 
     def forward(self, x):                                           # (B, T, C)
         flat = x.flatten(0, 1)                                      # (M, C)
@@ -133,7 +187,7 @@ class MoE(nn.Module):
         if self.training:
             # With --remat this counts each token twice. balance() compares experts only
             self.load += torch.diff(offsets, prepend=offsets.new_zeros(1))
-        copies = flat[:, None].expand(-1, self.top_k, -1).flatten(0, 1)     # (M k, C)
+        copies = flat.repeat_interleave(self.top_k, 0)              # (M k, C)
         gate, up = self.fc1(copies[order], offsets).chunk(2, -1)
         out = self.fc2(F.silu(gate) * up, offsets)                  # (M k, C)
         back = order.argsort()                      # the inverse of the permutation
@@ -153,11 +207,11 @@ class MoE(nn.Module):
         return largest / mean
 
 class Block(nn.Module):
-    def __init__(self, s, recipe):
+    def __init__(self, config, recipe):
         super().__init__()
-        self.norm1, self.norm2 = nn.RMSNorm(s.dim), nn.RMSNorm(s.dim)
-        self.attn = Attention(s, recipe)
-        self.mlp = MoE(s, recipe) if s.experts else SwiGLU(s, recipe)
+        self.norm1, self.norm2 = nn.RMSNorm(config.dim), nn.RMSNorm(config.dim)
+        self.attn = Attention(config, recipe)
+        self.mlp = (MoE if config.experts else SwiGLU)(config, recipe)
 
     def forward(self, x):                                           # (B, T, C)
         x = x + self.attn(self.norm1(x))
@@ -165,22 +219,17 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     """Pre-norm RMSNorm, RoPE, attention, SwiGLU or MoE; no biases, untied head."""
-    def __init__(self, s, recipe, vocab_size):
+    def __init__(self, config, recipe, vocab_size):
         super().__init__()
-        if s.dim % (2 * s.heads):
-            raise ValueError(f"--dim {s.dim} must be a multiple of 2 x --heads "
-                             f"{s.heads}")
-        if (s.experts or s.top_k) and not 1 <= s.top_k <= s.experts:
-            raise ValueError(f"--top-k {s.top_k} must be from 1 to --experts "
-                             f"{s.experts}, or both must be 0")
-        self.bf16 = s.dtype == "bfloat16"
-        self.embed = nn.Embedding(vocab_size, s.dim)
+        self.bf16, self.remat = config.dtype == "bfloat16", config.remat
+        self.embed = nn.Embedding(vocab_size, config.dim)
         self.blocks = nn.ModuleList()
-        for i in range(s.layers):
-            quantized = i < s.layers - s.keep_bf16
-            self.blocks.append(Block(s, recipe if quantized else ufp4.RECIPES["bf16"]))
-        self.norm = nn.RMSNorm(s.dim)
-        self.lm_head = nn.Linear(s.dim, vocab_size, bias=False)
+        for i in range(config.layers):
+            quantized = i < config.layers - config.keep_bf16
+            self.blocks.append(Block(config, recipe if quantized
+                                     else ufp4.RECIPES["bf16"]))
+        self.norm = nn.RMSNorm(config.dim)
+        self.lm_head = nn.Linear(config.dim, vocab_size, bias=False)
 
     @torch.no_grad()
     def init_weights(self):
@@ -204,7 +253,10 @@ class GPT(nn.Module):
         with torch.autocast(kind, torch.bfloat16, self.bf16, cache_enabled=False):
             x = self.embed(tokens)                                  # (B, T, C)
             for block in self.blocks:
-                x = block(x)
+                if self.remat:      # the recomputation draws the same random bits
+                    x = checkpoint(block, x, use_reentrant=False)
+                else:
+                    x = block(x)
             logits = self.lm_head(self.norm(x))                     # (B, T, V)
         if targets is None:
             return logits
@@ -232,69 +284,51 @@ PRESETS = {
     "moe-124b": dict(PAPER, layers=30, dim=4096, heads=32, hidden=1024, experts=320,
                      top_k=6, batch_size=2048, steps=60_000, lr=2e-4)}
 
-def at_least(low, kind):
-    """A parser of numbers that are not below `low`."""
-    def number(text):
-        if not kind(text) >= low:                               # NaN is not, either
-            raise argparse.ArgumentTypeError(f"must be at least {low}, got {text}")
-        return kind(text)
-    number.__name__ = "whole number" if kind is int else "number"   # for argparse
-    return number
-
-def names(text):
-    """A parser of names with commas between them. "none" stands for no name."""
-    return () if text == "none" else tuple(text.split(","))
-
-positive, natural, real = at_least(1, int), at_least(0, int), at_least(0, float)
-CHOICES = {"recipe": ufp4.RECIPES, "model": PRESETS, "dtype": ("float32", "bfloat16"),
-           "fmt": ufp4.FORMATS, "scale": ufp4.SCALES}
-
 @dataclass
-class Settings:
-    """Each field is a flag: batch_size is --batch-size. The annotation is the function
-    that parses the flag. The comment becomes its help."""
+class Config:
+    """Each field is a flag: batch_size is --batch-size. Its comment is the help."""
     recipe: str = "ufp4"            # how layers multiply, see RECIPES in ufp4.py
     model: str = "small" if GPU else "nano"     # sizes, schedule and data, see PRESETS
     data: str = None                # python, shakespeare, fineweb or a text file
-    out: str = None                 # directory (default: out/MODEL-RECIPE-sSEED)
-    seed: natural = 0               # of weights, batches, rotations and random bits
-    keep_bf16: natural = 0          # how many of the last blocks to leave unquantized
-    resume: bool = False            # go on from the last checkpoint in OUT
-    branch: str = None              # start from this checkpoint; its recipe may differ
-    prompt: str = None              # only continue this text; with --resume or --branch
+    out: str = None                 # the run's folder (default: out/MODEL-RECIPE-sSEED)
+    resume: str = None              # go on with the run in this folder, or in OUT
+    prompt: str = None              # only continue this text, with a run of --resume
+    with_: str = None               # a Python file of yours that adds to ufp4.RECIPES
+    seed: int = 0                   # of weights, batches, rotations and random bits
+    keep_bf16: int = 0              # how many of the last blocks to leave unquantized
     device: str = "cuda" if GPU else "cpu"      # cpu, cuda, cuda:1, mps, ...
     dtype: str = None               # of products (default: bfloat16 if hardware has it)
     compile: bool = False           # torch.compile blocks (with experts only bfloat16)
     remat: bool = False             # activation checkpointing: less memory, more time
-    grad_accum: positive = 1        # gradient accumulation steps
-    min_lr: real = 0.1              # last learning rate, as a fraction of the peak
-    weight_decay: real = 0.1        # of matrices, by AdamW
-    clip: real = 1.0                # largest gradient norm; 0 does not clip
-    eval_interval: positive = 100   # steps between validations
-    eval_windows: positive = 128    # validation windows of SEQ_LEN tokens
-    save_interval: positive = 100   # steps between checkpoints
-    log_interval: positive = 10     # steps between lines of the log
-    sample: natural = 200           # tokens of text to print at the end
+    grad_accum: int = 1             # gradient accumulation steps
+    min_lr: float = 0.1             # last learning rate, as a fraction of the peak
+    weight_decay: float = 0.1       # of matrices, by AdamW
+    clip: float = 1.0               # largest gradient norm; 0 does not clip
+    eval_interval: int = 100        # steps between validations
+    eval_windows: int = 128         # validation windows of SEQ_LEN tokens
+    save_interval: int = 100        # steps between checkpoints
+    log_interval: int = 10          # steps between lines of the log
+    sample: int = 200               # tokens of text to print at the end
     # These come from the preset if no flag is given
-    layers: positive = None         # number of blocks
-    dim: positive = None            # width of the residual stream
-    heads: positive = None          # attention heads
-    hidden: positive = None         # width inside the MLP, or inside each expert
-    experts: natural = None         # experts in a block; 0 for a dense model
-    top_k: natural = None           # experts that each token takes
-    seq_len: positive = None        # tokens in a sequence
-    batch_size: positive = None     # sequences in a step, of all processes together
-    steps: positive = None          # steps in all
-    lr: real = None                 # peak learning rate
-    warmup: natural = None          # steps (default: the preset's; at most a fifth)
+    layers: int = None              # number of blocks
+    dim: int = None                 # width of the residual stream
+    heads: int = None               # attention heads
+    hidden: int = None              # width inside the MLP, or inside each expert
+    experts: int = None             # experts in a block; 0 for a dense model
+    top_k: int = None               # experts that each token takes
+    seq_len: int = None             # tokens in a sequence
+    batch_size: int = None          # sequences in a step, of all processes together
+    steps: int = None               # steps in all
+    lr: float = None                # peak learning rate
+    warmup: int = None              # steps (default: the preset's; at most a fifth)
     # These come from the recipe if no flag is given
     fmt: str = None                 # format of the elements
     scale: str = None               # format of the scales
-    block: positive = None          # elements that share a scale
-    rht: names = None               # products that rotate: fprop,dgrad,wgrad, or none
-    sr: names = None                # operands rounded stochastically: x,w,dy, or none
+    block: int = None               # elements that share a scale
+    rht: list = None                # GEMMs that rotate: fprop dgrad wgrad, or none
+    sr: list = None                 # operands rounded stochastically: x w dy, or none
     tiles: bool = None              # square blocks in the weights
-    rht_block: positive = None      # size of the Hadamard matrix
+    rht_block: int = None           # size of the Hadamard matrix
 
     @property
     def overrides(self):
@@ -303,40 +337,112 @@ class Settings:
         return {name: value for name, value in given.items() if value is not None}
 
 RECIPE_FIELDS = ("fmt", "scale", "block", "rht", "sr", "tiles", "rht_block")
+MAY_BE_ZERO = {"seed", "keep_bf16", "min_lr", "weight_decay", "clip", "sample",
+               "experts", "top_k", "lr", "warmup"}
+# Settings of how a run computes, not of what: they change no numbers, or only rounding
+# and random bits (device, compile, grad_accum). A run may go on with others. Its data
+# may have another name, but the text is compared
+HOW = {"out", "resume", "prompt", "with_", "data", "device", "compile", "remat",
+       "grad_accum", "eval_interval", "save_interval", "log_interval", "sample"}
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise ValueError(message)
+
+def flag(name):
+    return "--" + name.strip("_").replace("_", "-")
+
+def typed_flags(argv):
+    """{field of Config: value} of the flags that were typed, and of no others."""
+    p = Parser(description=__doc__.splitlines()[0], argument_default=argparse.SUPPRESS)
+    comments = dict(re.findall(r"(\w+): .*# (.*)", inspect.getsource(Config)))
+    for f in fields(Config):
+        text, how = comments[f.name], {"type": f.type}
+        if f.type is bool:
+            how = {"action": argparse.BooleanOptionalAction}
+        elif f.type is list:
+            how = {"nargs": "+"}
+        elif f.name == "resume":
+            how = {"nargs": "?", "const": ""}
+        if f.default is not None and f.type is not bool:
+            text += f" (default: {f.default})"
+        p.add_argument(flag(f.name), dest=f.name, help=text, **how)
+    if argv is None and "kernel_launcher" in sys.argv[0]:
+        argv = []                       # sys.argv has the flags of a notebook's kernel
+    typed = vars(p.parse_args(argv))
+    for name in typed.keys() & {"rht", "sr"}:       # spaces or commas between names
+        names = " ".join(typed[name]).replace(",", " ").split()
+        typed[name] = [] if names == ["none"] else names
+    return typed
 
 def parse_args(argv=None):
-    """The flags as Settings. Preset and hardware fill in what they leave open."""
-    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.error = lambda message: stop(message, 2)
-    comments = dict(re.findall(r"(\w+): .*# (.*)", inspect.getsource(Settings)))
-    for f in fields(Settings):
-        text, how = comments[f.name], {"action": argparse.BooleanOptionalAction}
-        if f.type is not bool:
-            how = {"type": f.type, "choices": CHOICES.get(f.name)}
-            text += "" if f.default is None else f" (default: {f.default})"
-        name = "--" + f.name.replace("_", "-")
-        p.add_argument(name, default=f.default, help=text, **how)
-    s = Settings(**vars(p.parse_args(argv)))
-    preset = PRESETS[s.model]
-    if s.warmup is None:
-        s.warmup = min(preset["warmup"], (s.steps or preset["steps"]) // 5)
+    """The flags as a Config. What they leave open comes from the run of --resume, or
+    from preset and hardware. ValueError if something can't be."""
+    typed = typed_flags(argv)
+    if "resume" not in typed:
+        require("prompt" not in typed, "--prompt needs a model: add --resume RUN")
+        return complete(Config(**typed))
+    where = typed.pop("resume") or complete(Config(**typed)).out
+    path = find_checkpoint(Path(where))
+    first = read_log(path.parent / "log.jsonl")[0]
+    require("text" in first, f"{path.parent} is a run of an older train.py: start anew")
+    before = first["settings"]
+    # Another recipe or preset comes without what flags had changed in the old one
+    kept = dict(before)
+    for name, its_fields in ("recipe", RECIPE_FIELDS), ("model", NANO):
+        if typed.get(name, before[name]) != before[name]:
+            kept = {k: v for k, v in kept.items() if k not in its_fields}
+    kept |= {"out": str(path.parent)} | typed | {"resume": str(path)}
+    config = complete(Config(**kept))
+    if goes_on(config) and config.prompt is None:
+        changed = [flag(name) for name, value in vars(config).items()
+                   if name not in HOW and value != before.get(name)]
+        require(not changed, f"{', '.join(changed)} would change the run in "
+                f"{config.out}; to branch from it, add --out with a new folder")
+    return config
+
+def complete(c):
+    """Fill in what preset and hardware decide, and check all settings."""
+    if c.with_:
+        sys.path.insert(0, str(Path(c.with_).resolve().parent))
+        importlib.import_module(Path(c.with_).stem)
+    preset = ufp4.lookup("model", c.model, PRESETS)
+    if c.warmup is None:
+        c.warmup = min(preset["warmup"], (c.steps or preset["steps"]) // 5)
     for name, value in preset.items():
-        if getattr(s, name) is None:
-            setattr(s, name, value)
-    if s.batch_size % (WORLD * s.grad_accum):
-        p.error(f"--batch-size {s.batch_size} must be a multiple of {WORLD} processes "
-                f"x --grad-accum {s.grad_accum}")
-    if s.prompt is not None and not (s.prompt and (s.resume or s.branch)):
-        p.error("--prompt needs a text, and --resume or --branch for a model")
+        if getattr(c, name) is None:
+            setattr(c, name, value)
+    for f in fields(Config):
+        least, value = int(f.name not in MAY_BE_ZERO), getattr(c, f.name)
+        if f.type in (int, float) and value is not None:        # NaN is not, either
+            require(value >= least, f"{flag(f.name)} {value} must be at least {least}")
+    require(c.dim % (2 * c.heads) == 0,
+            f"--dim {c.dim} must be a multiple of 2 x --heads {c.heads}")
+    require(1 <= c.top_k <= c.experts or c.top_k == c.experts == 0,
+            f"--top-k {c.top_k} must be from 1 to --experts {c.experts}, or both 0")
+    require(c.batch_size % (WORLD * c.grad_accum) == 0,
+            f"--batch-size {c.batch_size} must be a multiple of {WORLD} processes x "
+            f"--grad-accum {c.grad_accum}")
+    require(c.eval_windows % WORLD == 0,
+            f"--eval-windows {c.eval_windows} must be a multiple of {WORLD} processes")
+    require(c.warmup <= c.steps, f"--warmup {c.warmup} must be at most --steps "
+            f"{c.steps}, or the learning rate never reaches --lr")
+    require(make_recipe(c).fmt is None or c.keep_bf16 < c.layers,
+            f"--keep-bf16 {c.keep_bf16} leaves none of {c.layers} blocks to quantize: "
+            "take --recipe bf16")
+    require(c.dtype in (None, "float32", "bfloat16"),
+            f"--dtype {c.dtype} must be float32 or bfloat16")
+    require(c.prompt != "", "--prompt needs a text")
+    if c.device == "cuda" and WORLD > 1:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     try:
-        if s.device == "cuda" and WORLD > 1:
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        torch.empty(1, device=s.device)
+        torch.empty(1, device=c.device)
     except (RuntimeError, AssertionError) as e:     # torch can't use such a device
-        p.error(f"--device {s.device} can't be used: {str(e).splitlines()[0]}")
-    s.dtype = s.dtype or ("bfloat16" if hardware(s.device)[1] else "float32")
-    s.out = s.out or f"out/{s.model}-{variant(s)}-s{s.seed}"
-    return s
+        raise ValueError(f"--device {c.device} can't be used: "
+                         f"{str(e).splitlines()[0]}; try --device cpu") from e
+    c.dtype = c.dtype or ("bfloat16" if hardware(c.device)[1] else "float32")
+    c.out = c.out or f"out/{c.model}-{variant(c)}-s{c.seed}"
+    return c
 
 def hardware(device):
     """-> (the name of the GPU or CPU, whether it has instructions for BF16)"""
@@ -347,81 +453,96 @@ def hardware(device):
     bf16 = any(cpu.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
     return cpu.get("cpu_name", cpu.get("architecture", "a CPU")), bf16
 
-def variant(s):
+def variant(config):
     """The recipe's name and what flags change, e.g. ufp4-rht.wgrad-sr.none."""
-    changed = s.overrides | ({"keep_bf16": s.keep_bf16} if s.keep_bf16 else {})
-    parts = [s.recipe]
-    for name, value in changed.items():
-        text = ("+".join(value) or "none") if isinstance(value, tuple) else value
+    kept = {"keep_bf16": config.keep_bf16} if config.keep_bf16 else {}
+    parts = [config.recipe]
+    for name, value in (config.overrides | kept).items():
+        text = ("+".join(value) or "none") if isinstance(value, list) else value
         parts.append(f"{name}.{text}")
     return "-".join(parts)
 
-def make_recipe(s):
+def make_recipe(config):
     """The recipe, with what flags change. Its random signs follow the seed."""
-    recipe = ufp4.RECIPES[s.recipe]
-    if s.overrides and recipe.fmt is None:
-        raise ValueError(f"recipe {s.recipe} does not quantize, so that it has no "
-                         f"{', '.join(s.overrides)}")
-    return replace(recipe, sign_seed=recipe.sign_seed + s.seed, **s.overrides)
+    recipe = ufp4.lookup("recipe", config.recipe, ufp4.RECIPES)
+    require(recipe.fmt is not None or not config.overrides,
+            f"recipe {config.recipe} does not quantize, so that it has no "
+            f"{', '.join(config.overrides)}")
+    changed = {name: tuple(value) if isinstance(value, list) else value
+               for name, value in config.overrides.items()}
+    return replace(recipe, sign_seed=recipe.sign_seed + config.seed, **changed)
 
 # --- Data ----------------------------------------------------------------------------
 
-def windows(files, starts, s):
+def load_data(config):
+    """-> (shards to train on, validation tokens, the name and version of the data)"""
+    if RANK == 0:
+        prepare(config.data)            # one process downloads for all
+    any_process(False)                  # the others wait
+    data = prepare(config.data)
+    shards, val = [read_tokens(path) for path in data.train], read_tokens(data.val[0])
+    for tokens in [*shards, val]:
+        require(len(tokens) > config.seq_len, f"{tokens.filename} has {len(tokens)} "
+                "tokens, too few for a sequence and its last target: give more text, "
+                "or a smaller --seq-len")
+    # The folder's name has Python's version, or the checksum of a text
+    return shards, val, f"{data.train[0].parent.name}-{len(shards)}"
+
+def windows(shards, starts, config):
     """-> tokens (B, T), and targets (B, T), which are the next tokens. A start is the
-    number of a place where a window fits, counted through file 0, then 1, and so on."""
+    number of a place where a window fits, counted through all shards."""
     rows = []
     for i in starts:
-        for tokens in files:
-            if i < len(tokens) - s.seq_len:
+        for tokens in shards:
+            if i < len(tokens) - config.seq_len:
                 break
-            i -= len(tokens) - s.seq_len
-        rows.append(tokens[i:i + s.seq_len + 1])
+            i -= len(tokens) - config.seq_len
+        rows.append(tokens[i:i + config.seq_len + 1])
     rows = torch.from_numpy(np.stack(rows).astype(np.int64))
-    if s.device.startswith("cuda"):     # a copy of pinned memory does not wait
-        rows = rows.pin_memory().to(s.device, non_blocking=True)
-    rows = rows.to(s.device)
+    if config.device.startswith("cuda"):    # a copy of pinned memory does not wait
+        rows = rows.pin_memory().to(config.device, non_blocking=True)
+    rows = rows.to(config.device)
     return rows[:, :-1], rows[:, 1:]
 
-def get_batch(files, s, step, part=0):
+def get_batch(shards, config, step, part=0):
     """Random windows for a part of a step, this process's share of them. They depend on
     the seed and the step alone, so resuming needs only the step's number."""
-    count = sum(len(tokens) - s.seq_len for tokens in files)
-    generator = np.random.default_rng((s.seed, step))
-    starts = generator.integers(0, count, size=s.batch_size)
-    size = s.batch_size // (WORLD * s.grad_accum)
-    return windows(files, starts[(part * WORLD + RANK) * size:][:size], s)
+    count = sum(len(tokens) - config.seq_len for tokens in shards)
+    generator = np.random.default_rng((config.seed, step))
+    starts = generator.integers(0, count, size=config.batch_size)
+    size = config.batch_size // (WORLD * config.grad_accum)
+    return windows(shards, starts[(part * WORLD + RANK) * size:][:size], config)
 
 # --- Evaluation ----------------------------------------------------------------------
 
-def validation_batches(tokens, s):
-    """Yields inputs (B, T), targets (B, T) and B, for windows spaced evenly over the
-    text. FSDP needs every process in every pass. So a process that has no window left
-    gets a dummy, and the number 0."""
-    starts = np.linspace(0, len(tokens) - s.seq_len - 1, s.eval_windows).astype(int)
-    size = s.batch_size // (WORLD * s.grad_accum)
-    for first in range(0, len(starts), size * WORLD):
-        mine = starts[first + RANK * size:][:size]
-        inputs, targets = windows([tokens], mine if len(mine) else starts[:1], s)
-        yield inputs, targets, len(mine)
+def validation_starts(val, config):
+    """Where windows start that are spaced evenly over the text: this process's share of
+    each batch. FSDP needs all processes in each pass, so all have the same number."""
+    starts = np.linspace(0, len(val) - config.seq_len - 1, config.eval_windows)
+    size = config.batch_size // config.grad_accum
+    batches = np.split(starts.astype(int), range(size, config.eval_windows, size))
+    return [np.split(batch, WORLD)[RANK] for batch in batches]
 
 @torch.no_grad()
-def evaluate(model, tokens, s):
+def evaluate(model, val, config):
     """The mean loss over the validation windows, always with the same random bits."""
     model.eval()
-    torch.manual_seed(s.seed)
-    losses = [model(inputs, targets) * n
-              for inputs, targets, n in validation_batches(tokens, s)]
+    torch.manual_seed(config.seed)
+    losses = []
+    for starts in tqdm(validation_starts(val, config), "validating", leave=False,
+                       disable=RANK > 0):
+        losses.append(model(*windows([val], starts, config)) * len(starts))
     model.train()
-    return sum(all_sum(torch.stack(losses)).tolist()) / s.eval_windows
+    return sum(all_sum(torch.stack(losses)).tolist()) / config.eval_windows
 
 @torch.no_grad()
-def fprop_noise(model, tokens):
-    """How far quantization changes the layers' outputs, on tokens (B, T).
+def noise(model, *inputs):
+    """{layer name: (noise, slope)} of each quantized layer, as floats, from one forward
+    pass in eval mode.
 
     An output is Y = slope X W^T + R, with R orthogonal to X W^T. Its noise is the power
-    of R relative to that of X W^T. A slope below 1 is shrinkage. Returns means over the
-    quantized layers, and the layer with most noise, for the log."""
-    found = {}
+    of R relative to that of X W^T. A slope below 1 is shrinkage."""
+    found, names = {}, {layer: name for name, layer in model.named_modules()}
 
     def compare(layer, inputs, y):      # torch calls this after each module
         recipe = getattr(layer, "recipe", None)
@@ -433,216 +554,84 @@ def fprop_noise(model, tokens):
         power = reference.square().sum()
         slope = (reference * y).sum() / power
         rest = y - slope * reference
-        found[layer] = torch.stack([rest.square().sum() / power, slope])
+        found[names[layer]] = torch.stack([rest.square().sum() / power, slope])
 
+    training = model.training
     model.eval()
     hook = nn.modules.module.register_module_forward_hook(compare)
-    with torch.compiler.set_stance("force_eager"):      # compiled code may skip hooks
-        model(tokens)
-    hook.remove()
-    model.train()
-    if not found:
-        return {}
-    table = torch.stack([*found.values()]).cpu()        # (layers, 2): noise and slope
-    noise, slope = table.mean(0).tolist()
-    worst = table[:, 0].argmax().item()
-    name_of = {layer: name for name, layer in model.named_modules()}
-    return {"noise": noise, "slope": slope, "worst_layer": name_of[[*found][worst]],
-            "worst_noise": table[worst, 0].item()}
+    try:
+        with torch.compiler.set_stance("force_eager"):  # compiled code may skip hooks
+            model(*inputs)
+    finally:
+        hook.remove()
+    model.train(training)
+    return {name: tuple(both.tolist()) for name, both in found.items()}
+
+def validate(model, val, config):
+    """What the log says of a validation: the loss, means of the layers' noise in the
+    forward pass and of their slopes (see noise()), and the layer with most noise."""
+    line = {"val_loss": evaluate(model, val, config)}
+    inputs, _ = windows([val], validation_starts(val, config)[0], config)
+    if found := noise(model, inputs):
+        noises, slopes = zip(*found.values())
+        worst = max(found, key=found.get)
+        line |= {"noise": sum(noises) / len(found), "slope": sum(slopes) / len(found),
+                 "worst_layer": worst, "worst_noise": found[worst][0]}
+    return line
 
 @torch.no_grad()
-def sample(model, prompt, s, vocab_size):
-    """prompt, a list of tokens, and s.sample tokens that continue it, as text."""
+def sample(model, prompt, config, vocab_size):
+    """prompt, a list of tokens, and --sample tokens that continue it, as text."""
     model.eval()
-    torch.manual_seed(s.seed)                           # all processes draw the same
-    tokens = torch.tensor([prompt], device=s.device)                    # (1, T)
-    for _ in range(s.sample):
-        logits = model(tokens[:, -s.seq_len:])[:, -1].float()           # (1, V)
+    torch.manual_seed(config.seed)                      # all processes draw the same
+    tokens = torch.tensor([prompt], device=config.device)               # (1, T)
+    for _ in tqdm(range(config.sample), "sampling", leave=False, disable=RANK > 0):
+        logits = model(tokens[:, -config.seq_len:])[:, -1].float()      # (1, V)
         p = torch.softmax(logits / 0.8, -1)             # at temperature 0.8
         tokens = torch.cat((tokens, torch.multinomial(p, 1)), 1)
     return decode(tokens[0].tolist(), vocab_size)
 
-def continue_prompt(s):
-    """--prompt: continue a text from a checkpoint; reads no data."""
-    vocab_size = vocabulary(s.data)
-    prompt = encode(s.prompt, vocab_size)
-    model, _ = build(s, make_recipe(s), vocab_size)
-    weights = get_model_state_dict(model)       # the model's own tensors, to be filled
-    restore(s, log_settings(s, s.data), {"model": weights, "step": 0})
-    print(sample(model, prompt, s, vocab_size))
-
-# --- Training ------------------------------------------------------------------------
-
-def learning_rate(step, s):
-    """Linear warm-up, then cosine decay to min_lr * lr at the last step."""
-    if step < s.warmup:
-        return s.lr * (step + 1) / s.warmup
-    t = (step - s.warmup) / max(1, s.steps - 1 - s.warmup)
-    return s.lr * (s.min_lr + (1 - s.min_lr) * 0.5 * (1 + math.cos(math.pi * t)))
-
-def counts(model, s):
-    """-> (parameters, those that one token uses, FLOPs for one token, for bench.py). A
-    weight takes 2 FLOPs forward and 4 backward, causal attention 6 T C a layer."""
-    total = sum(p.numel() for p in model.parameters())
-    idle = s.layers * (s.experts - s.top_k) * 3 * s.dim * s.hidden  # in other experts
-    products = 6 * (total - idle - model.embed.weight.numel())
-    return total, total - idle, products + 6 * s.seq_len * s.dim * s.layers
-
-def build(s, recipe, vocab_size):
-    """-> (the model, whose weights have no values yet, and its optimizer)"""
-    with torch.device("meta"):          # allocates nothing until FSDP has sharded it
-        model = GPT(s, recipe, vocab_size)
-    for block in model.blocks:
-        if s.compile:
-            block.forward = torch.compile(block.forward)
-        if s.remat:                     # the recomputation draws the same random bits
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    if WORLD > 1:
-        shard(model, s)
-    model.to_empty(device=s.device)
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    gains = [p for p in model.parameters() if p.dim() == 1]
-    groups = [{"params": matrices}, {"params": gains, "weight_decay": 0.0}]
-    return model, torch.optim.AdamW(groups, lr=s.lr, betas=(0.9, 0.95), fused=True,
-                                    weight_decay=s.weight_decay)
-
-signals = []        # Ctrl-C and SIGTERM are noted here; the loop stops after its step
-
-def train(s):
-    """Set up, train and report. Returns the last validation loss."""
-    if not s.resume:
-        check_unused(Path(s.out))
-    # A wrong flag should be found before a download, so the model comes first. Its
-    # vocabulary follows from the name of the data set.
-    recipe, vocab_size = make_recipe(s), vocabulary(s.data)
-    model, optimizer = build(s, recipe, vocab_size)
-    if RANK == 0:
-        prepare(s.data)                 # one process downloads for all
-    wait_for_all()
-    dataset = prepare(s.data)           # the files are there now
-    check(dataset, s.seq_len + 1)
-    files, val = [read_tokens(p) for p in dataset.train], read_tokens(dataset.val[0])
-    # For the log: the name of the data's folder, which has the checksum of a text file
-    settings = log_settings(s, f"{dataset.train[0].parent.name}-{len(files)}")
-    if s.resume or s.branch:
-        start = restore(s, settings, state_of(model, optimizer))
-    else:
-        start = 0
-        torch.manual_seed(s.seed)
-        model.init_weights()
-    if RANK == 0:
-        start_log(s, settings, start)
-    total, active, _ = counts(model, s)
-    # Only one process prints, see main()
-    print(f"{s.model}, {total / 1e6:.2f}M parameters, {active / 1e6:.2f}M active a "
-          f"token, recipe {variant(s)}, {s.dtype} on {WORLD} x "
-          f"{hardware(s.device)[0]}, steps {start} to {s.steps}, to {s.out}")
-    if recipe.fmt is not None and s.device == "cpu":
-        print("the first step compiles the quantizer, which takes up to a minute "
-              "unless it is cached")
-
-    if start < s.steps:
-        signals.clear()
-        previous = {n: signal.signal(n, lambda number, _: signals.append(number))
-                    for n in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            val_loss = training_loop(s, model, optimizer, files, val, start)
-        finally:
-            for n, handler in previous.items():
-                signal.signal(n, handler)
-    else:                               # the run has finished before
-        val_loss = evaluate(model, val, s)
-    print(f"validation loss {val_loss:.4f} nats a token")
-    if s.recipe != "bf16":
-        print(loss_error(s, settings, val_loss))
-    if s.sample:
-        text = sample(model, val[:32].tolist(), s, vocab_size)
-        print(f"--- sample\n{text}\n---")
-    return val_loss
-
-def training_loop(s, model, optimizer, files, val, start):
-    """Train from step `start` on. Returns the last validation loss."""
-    moes = [m for m in model.modules() if isinstance(m, MoE)]
-    unread, clock = [], time.perf_counter()
-    bar = tqdm(range(start, s.steps), initial=start, total=s.steps, disable=RANK > 0)
-    for step in bar:
-        bits = np.random.SeedSequence((s.seed, step, RANK)).generate_state(1, np.uint64)
-        torch.manual_seed(int(bits[0]))             # this step's and process's own
-        lr = learning_rate(step, s)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        loss = 0.0
-        for part in range(s.grad_accum):
-            tokens, targets = get_batch(files, s, step, part)
-            part_loss = model(tokens, targets) / s.grad_accum
-            part_loss.backward()                    # FSDP averages over processes here
-            loss += part_loss.detach()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), s.clip or math.inf)
-        optimizer.step()
-        optimizer.zero_grad()
-        loads = [moe.balance() for moe in moes]
-        unread.append(torch.stack((loss, whole(norm), *loads)))     # read below
-
-        done = step + 1
-        stops, last = any_process(signals), done == s.steps
-        validates = last or done % s.eval_interval == 0
-        saves = last or stops or done % s.save_interval == 0
-        if not (validates or saves or done % s.log_interval == 0):
-            continue
-        # Wait for the device, and read the results of all steps since the last read:
-        # means over the processes. No checkpoint follows numbers that are not finite.
-        rows = (all_sum(torch.stack(unread)) / WORLD).tolist()
-        for number, (loss, norm, *_) in enumerate(rows, done - len(rows) + 1):
-            if not math.isfinite(loss + norm):
-                diverged(f"step {number}: loss {loss}, gradient norm {norm}")
-        loss, norm, *loads = rows[-1]
-        speed = len(rows) * s.batch_size * s.seq_len / (time.perf_counter() - clock)
-        bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s", False)
-        line = {"step": done, "train_loss": loss, "val_loss": None, "lr": lr,
-                "grad_norm": norm, "max_load": max(loads, default=None),
-                "tokens_per_s": round(speed)}
-        if validates:
-            line |= validate(s, model, val, done)
-        log(s, line)
-        if saves:
-            save(s, done, model, optimizer)
-        if stops and not last:
-            stop(f"stopped after step {done} and saved; add --resume to the same "
-                 "command", 130)
-        unread, clock = [], time.perf_counter()     # leaves out saving and validating
-    return line["val_loss"]
-
-def validate(s, model, val, step):
-    """-> the validation loss and the noise of the forward pass, for the log"""
-    val_loss = evaluate(model, val, s)
-    if not math.isfinite(val_loss):
-        diverged(f"step {step}: validation loss {val_loss}")
-    tokens, _, _ = next(validation_batches(val, s))
-    return {"val_loss": val_loss} | fprop_noise(model, tokens)
-
-def diverged(what):
-    """End the run. No checkpoint has been made of the numbers that are not finite."""
-    stop(f"{what}; --resume would repeat the same numbers, so start another run with a "
-         "changed setting, such as a lower --lr", 3)
-
 # --- Checkpoints and the log ---------------------------------------------------------
 # A step is validated, logged, then saved. So each checkpoint has its line in the log.
 # The price: a run that dies while it validates trains again from the checkpoint before.
-# --resume drops the log's lines after that.
 
-def checkpoints(out):
-    """The checkpoints in OUT, oldest first. Copies under longer names don't count."""
-    return sorted(out.glob("ckpt-???????"))
+def checkpoints(folder):
+    """The whole checkpoints in a folder, oldest first. DCP writes .metadata last."""
+    return sorted(path.parent for path in Path(folder).glob("ckpt-???????/.metadata"))
 
-def check_unused(out):
-    """Refuse to start a run where there is one."""
-    log = out / "log.jsonl"
-    if checkpoints(out):
-        raise ValueError(f"{out} holds a run; add --resume to go on with it, delete "
-                         "it, or name another --out")
-    if log.exists() and len(read_log(log)) > 1:         # some steps, but no checkpoint
-        raise ValueError(f"{out} holds the log of a run without checkpoints; delete "
-                         "it, or name another --out")
+def find_checkpoint(path):
+    """path, or if it is a run's folder the last checkpoint in it."""
+    folder = path.parent if path.name.startswith("ckpt-") else path
+    whole = checkpoints(folder)
+    found = whole[-1] if whole and path == folder else path
+    names = ", ".join(each.name for each in whole) or "none; to start, omit --resume"
+    require(found in whole, f"--resume {path}: there is no such checkpoint; whole ones "
+            f"in {folder}: {names}")
+    return found
+
+def goes_on(config):
+    """Whether a run goes on in its own folder, from its last checkpoint."""
+    return checkpoints(config.out)[-1:] == [Path(config.resume or "")]
+
+def claim(config):
+    """Lock the run's folder for this process, as long as the result is held. Deletes
+    half a checkpoint, which a killed process has left."""
+    out = Path(config.out)
+    out.mkdir(parents=True, exist_ok=True)
+    lock = open(out / "lock", "w")
+    try:
+        import fcntl
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"another process trains in {out}: wait for it, or name "
+                         "another folder by --out") from None
+    except (ImportError, OSError):      # Windows and some network disks have no locks
+        pass
+    require(goes_on(config) or not checkpoints(out), f"{out} holds a run: --resume "
+            f"{out} goes on with it, --out with a new folder begins another")
+    for path in set(out.glob("ckpt-???????")) - set(checkpoints(out)):
+        shutil.rmtree(path)
+    return lock
 
 def state_of(model, optimizer, step=0):
     """What a checkpoint holds, as a dict. The tensors are those of model and optimizer
@@ -651,196 +640,310 @@ def state_of(model, optimizer, step=0):
     weights, moments = get_state_dict(model, optimizer)
     return {"model": weights, "optimizer": moments, "step": step}
 
-def save(s, step, model, optimizer):
-    """Write ckpt-STEP, all processes together, and keep the last two. A checkpoint gets
-    its name when it is whole."""
-    out, part = Path(s.out), Path(s.out) / "saving"
-    state = state_of(model, optimizer, step)
-    if RANK == 0 and part.exists():     # a process that was killed has left it
-        shutil.rmtree(part)
-    wait_for_all()
-    dcp.save(state, checkpoint_id=part)
+def save(config, step, model, optimizer):
+    """Write ckpt-STEP, all processes together, and keep the last two."""
+    path = Path(config.out) / f"ckpt-{step:07d}"
+    try:
+        dcp.save(state_of(model, optimizer, step), checkpoint_id=path)
+    except CheckpointException as e:
+        error, _ = next(iter(e.failures.values()))
+        raise OSError(f"could not save {path} ({error!r}); when that is mended, go on "
+                      f"from the checkpoint before by --resume {config.out}") from e
     if RANK == 0:
-        part.rename(out / f"ckpt-{step:07d}")
-        for old in checkpoints(out)[:-2]:
+        for old in checkpoints(config.out)[:-2]:
             shutil.rmtree(old)
 
 def load(path, state):
     """Read a checkpoint into the tensors of `state`, in place, and replace its other
-    values. It has pickles, which can run any code: load only what you trust."""
+    values. ValueError if it is damaged or has another model.
+
+    It has pickles, which can run any code: load only what you trust."""
+    try:
+        metadata = dcp.FileSystemReader(path).read_metadata()
+        # Each tensor is a zip archive in a file, with checksums that torch ignores
+        for part in list(metadata.storage_data.values())[RANK::WORLD]:
+            with open(path / part.relative_path, "rb") as file:
+                file.seek(part.offset)
+                archive = zipfile.ZipFile(BytesIO(file.read(part.length)))
+            require(archive.testzip() is None, "a checksum is wrong")
+    except Exception as e:
+        raise ValueError(f"{path} is damaged ({e}); delete it, and --resume "
+                         f"{path.parent} takes the checkpoint before it") from e
+    there = {name.removeprefix("model."): tuple(kind.size) for name, kind
+             in metadata.state_dict_metadata.items() if name.startswith("model.")}
+    here = {name: tuple(p.shape) for name, p in state["model"].items()}
+    for name in there | here:
+        require(there.get(name) == here.get(name),
+                f"{path} has another model: {name} is {there.get(name)} there and "
+                f"{here.get(name)} here; leave out the flags that change the model")
     dcp.load(state, checkpoint_id=path)
 
-def restore(s, settings, state):
-    """Load the checkpoint that --resume or --branch means into `state`, if its run had
-    the same settings. The log beside it has them. Returns its number of steps."""
-    if s.resume:
-        kept, may_differ = checkpoints(Path(s.out)), FREE
-        path = kept[-1] if kept else Path(s.out) / "ckpt-*"    # for the message
-    else:
-        path, may_differ = Path(s.branch), BRANCHABLE
-    if not path.exists():
-        raise ValueError(f"there is no checkpoint {path}")
-    before = read_log(path.parent / "log.jsonl")[0]["settings"]
-    if s.resume:                # for start_log(): what began as a branch stays one
-        settings["branch"] = before["branch"]
-    if s.prompt is not None:    # no data is read
-        may_differ = may_differ | {"data"}
-    if differs := difference(settings, before, may_differ):
-        raise ValueError(f"{path} belongs to a run with other settings: {differs}")
+def restore(config, text, model, optimizer):
+    """Load the checkpoint of --resume. Returns its number of steps, and whether the run
+    is a branch, or goes on with one."""
+    path, state = Path(config.resume), state_of(model, optimizer)
+    before = read_log(path.parent / "log.jsonl")[0]
+    other_data = config.data != before["settings"]["data"] and not goes_on(config)
+    require(text == before["text"] or other_data,
+            f"--data {config.data} is {text} now and was {before['text']} in "
+            f"{path.parent}; to branch from it, add another --data and --out")
     load(path, state)
-    if not s.resume and s.prompt is None and state["step"] >= s.steps:
-        raise ValueError(f"{path} has made {state['step']} steps, so --steps {s.steps} "
-                         "leaves none for a branch")
-    return state["step"]
+    require(state["step"] < config.steps or goes_on(config), f"{path} has made "
+            f"{state['step']} steps: a branch needs more than --steps {config.steps}")
+    return state["step"], not goes_on(config) or before["branched"]
 
-def start_log(s, settings, step):
-    """Begin log.jsonl with the settings. --resume keeps the lines up to its step. The
-    log is replaced when the new one is whole."""
-    path, part = Path(s.out) / "log.jsonl", Path(s.out) / "log.jsonl.tmp"
-    lines = [{"settings": settings, "commit": commit(), "torch": torch.__version__,
-              "hardware": hardware(s.device)[0], "processes": WORLD}]
-    if s.resume:
-        lines += [line for line in read_log(path)[1:] if line["step"] <= step]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    os.replace(part, path)
-
-def log(s, line):
+def log(config, line):
     """Append a line, a dict, to the log. Print it if it has a validation loss."""
+    text = json.dumps(line) + "\n"
+    if "settings" in line:      # a killed process may have left half a line: end it
+        text = "\n" + text
     if RANK == 0:
-        with open(Path(s.out) / "log.jsonl", "a") as lines:
-            lines.write(json.dumps(line) + "\n")
-    if line["val_loss"] is not None:
-        tqdm.write(", ".join(f"{k} {v:.5g}" if isinstance(v, float) else f"{k} {v}"
-                             for k, v in line.items() if v is not None))
+        with open(Path(config.out) / "log.jsonl", "a") as file:
+            file.write(text)
+    if line.get("val_loss") is not None:
+        say(", ".join(f"{k} {v:.5g}" if isinstance(v, float) else f"{k} {v}"
+                      for k, v in line.items() if v is not None))
 
 def read_log(path):
-    """-> the lines of a log: the settings, then a dict for each step that was logged.
-    A process that was killed may leave half a line at the end, which does not count."""
-    lines = Path(path).read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    """-> [what the last start wrote: settings and so on, a dict for each logged step].
+    What was logged after the step that a start goes on from does not count."""
+    starts, steps = [], {}
+    for text in Path(path).read_text(errors="replace").splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:              # empty, or half a line
+            continue
+        if "step" in line:
+            steps[line["step"]] = line
+        else:
+            starts.append(line)
+            steps = {n: step for n, step in steps.items() if n <= line.get("start", 0)}
+    require(starts and all("settings" in line for line in starts),
+            f"{path} is damaged, or no log of train.py: delete {Path(path).parent}, "
+            "or name another folder")
+    return [starts[-1], *steps.values()]
 
 def commit():
     """The commit of this code, "-dirty" if it was changed; None if git can't say."""
+    command = "git describe --always --dirty --abbrev=40 --exclude=*"   # no tag
     try:
-        done = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40",
-                               "--exclude=*"],          # no tag in its place
-                              cwd=Path(__file__).parent, capture_output=True, text=True)
+        done = subprocess.run(command.split(), cwd=Path(__file__).parent,
+                              capture_output=True, text=True)
     except OSError:                                     # git is not installed
         return None
     return done.stdout.strip() or None
 
-# --- Comparing runs ------------------------------------------------------------------
-# --resume may change these settings. They change no numbers, or only their rounding and
-# random bits (device, compile and grad_accum, which also sets the tokens of `noise`).
-# --branch need not be given again.
-FREE = {"out", "device", "eval_interval", "save_interval", "log_interval", "sample",
-        "compile", "remat", "grad_accum", "resume", "branch", "prompt"}
-RECIPE_FLAGS = {"recipe", "keep_bf16", *RECIPE_FIELDS}
-# --branch may also change the recipe, and the length of the schedule
-BRANCHABLE = FREE | RECIPE_FLAGS | {"steps", "warmup"}
+def is_baseline(bf16, run):
+    """Whether a run is to be compared with the run `bf16`, by what their logs begin
+    with: all but the recipe is the same, and that one is no branch."""
+    differs = HOW | {"recipe", "keep_bf16", *RECIPE_FIELDS}
+    return (bf16["settings"]["recipe"] == "bf16" and not bf16["branched"]
+            and bf16["text"] == run["text"]
+            and all(bf16["settings"].get(name) == value
+                    for name, value in run["settings"].items() if name not in differs))
 
-def log_settings(s, text):
-    """The settings for the log, as JSON gives them back: it turns tuples into lists.
-    `text` names the data set with its version."""
-    return json.loads(json.dumps(asdict(s) | {"data": text}))
-
-def difference(now, before, may_differ):
-    """The first setting that two runs differ in, in words; None if there is none."""
-    for name, value in now.items():
-        if name not in may_differ and value != before.get(name):
-            return f"{name} is {value!r} now and was {before.get(name)!r}"
-
-def is_baseline(bf16, settings):
-    """Whether a run with the settings `bf16` is the one to compare another run with: a
-    bf16 run whose other settings are the same, and which is no branch."""
-    return (bf16["recipe"] == "bf16" and bf16["branch"] is None
-            and difference(settings, bf16, FREE | RECIPE_FLAGS) is None)
-
-def loss_error(s, settings, val_loss):
+def loss_error(config, val_loss):
     """How a loss compares with that of a finished bf16 run beside OUT, in words."""
-    for path in sorted(Path(s.out).parent.glob("*/log.jsonl")):
+    run = read_log(Path(config.out) / "log.jsonl")[0]
+    if is_baseline(run, run):
+        return "other recipes with these settings are compared with this run"
+    for path in sorted(Path(config.out).parent.glob("*/log.jsonl")):
         try:
             first, *_, last = read_log(path)
-            bf16 = last["val_loss"]
-            if last["step"] == s.steps and is_baseline(first["settings"], settings):
-                return (f"BF16-relative loss error {val_loss / bf16 - 1:+.2%} "
-                        f"(bf16: {bf16:.4f})")
-        except (OSError, ValueError, TypeError, KeyError):
+            if is_baseline(first, run) and last["step"] == config.steps:
+                return ("BF16-relative loss error "
+                        f"{val_loss / last['val_loss'] - 1:+.2%}, to {path.parent}")
+        except (ValueError, KeyError):
             continue                    # a run that has just begun, or no log of ours
     return ("to see the loss error, finish a run of --recipe bf16 with the same "
-            "settings in a directory beside this one")
+            "settings in a folder beside this one")
 
-# --- Start and stop ------------------------------------------------------------------
+# --- The run -------------------------------------------------------------------------
+
+def learning_rate(step, config):
+    """Linear warm-up, then cosine decay to min_lr * lr at the last step."""
+    if step < config.warmup:
+        return config.lr * (step + 1) / config.warmup
+    t = (step - config.warmup) / max(1, config.steps - 1 - config.warmup)
+    fall = 0.5 * (1 + math.cos(math.pi * t))                        # from 1 to 0
+    return config.lr * (config.min_lr + (1 - config.min_lr) * fall)
+
+def counts(model, config):
+    """-> (parameters, those that one token uses, FLOPs for one token, for bench.py). A
+    weight takes 2 FLOPs forward and 4 backward, causal attention 6 T C a layer."""
+    c, total = config, sum(p.numel() for p in model.parameters())
+    idle = c.layers * (c.experts - c.top_k) * 3 * c.dim * c.hidden  # in other experts
+    products = 6 * (total - idle - model.embed.weight.numel())
+    return total, total - idle, products + 6 * c.seq_len * c.dim * c.layers
+
+def build(config, recipe, vocab_size):
+    """-> (the model, whose weights have no values yet, and its optimizer)"""
+    with torch.device("meta"):          # allocates nothing until FSDP has sharded it
+        model = GPT(config, recipe, vocab_size)
+    if config.compile:
+        for block in model.blocks:
+            block.compile()
+    if WORLD > 1:
+        kind = torch.device(config.device).type
+        mesh = dist.device_mesh.init_device_mesh(kind, (WORLD,))
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=mesh)
+    model.to_empty(device=config.device)
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    gains = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": matrices}, {"params": gains, "weight_decay": 0.0}]
+    return model, torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True,
+                                    weight_decay=config.weight_decay)
+
+def announce(config, model, start):
+    total, active, _ = counts(model, config)
+    say(f"{config.model}, {total / 1e6:.2f}M parameters, {active / 1e6:.2f}M active a "
+        f"token, recipe {variant(config)}, {config.dtype} on {WORLD} x "
+        f"{hardware(config.device)[0]}, steps {start} to {config.steps}, {config.out}")
+    if config.device == "cpu" and make_recipe(config).fmt is not None:
+        say("the first step compiles the quantizers, up to a minute if not yet cached")
+
+@contextmanager
+def signals_noted():
+    """Yields a list that Ctrl-C and SIGTERM are added to. They do nothing else."""
+    found, handlers = [], {}
+    if threading.current_thread() is threading.main_thread():   # no other may do this
+        for number in (signal.SIGINT, signal.SIGTERM):
+            handlers[number] = signal.signal(number, lambda *got: found.append(got))
+    try:
+        yield found
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+def train(config):
+    """Train from the start or from a checkpoint to the last step, and report. Returns
+    the last validation loss."""
+    # The model needs no data. So a wrong flag is found before a download
+    recipe, vocab_size = make_recipe(config), vocabulary(config.data)
+    model, optimizer = build(config, recipe, vocab_size)
+    lock = claim(config) if RANK == 0 else None     # held until train() returns
+    shards, val, text = load_data(config)
+    if config.resume:
+        start, branched = restore(config, text, model, optimizer)
+    else:
+        start, branched = 0, False
+        torch.manual_seed(config.seed)
+        model.init_weights()
+    log(config, {"settings": asdict(config), "text": text, "start": start,
+                 "branched": branched, "commit": commit(), "processes": WORLD,
+                 "torch": torch.__version__, "hardware": hardware(config.device)[0]})
+    announce(config, model, start)
+
+    moes = [m for m in model.modules() if isinstance(m, MoE)]
+    bar = tqdm(total=config.steps, initial=start, disable=RANK > 0)
+    done, unread, clock = start, [], time.perf_counter()
+    with bar, signals_noted() as signals:
+        for step in range(start, config.steps):
+            # The random bits of this step and process: a resumed run draws the same
+            bits = np.random.SeedSequence((config.seed, step, RANK))
+            torch.manual_seed(int(bits.generate_state(1, np.uint64)[0]))
+            lr = learning_rate(step, config)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            loss = 0.0
+            for part in range(config.grad_accum):
+                tokens, targets = get_batch(shards, config, step, part)
+                part_loss = model(tokens, targets) / config.grad_accum
+                part_loss.backward()        # FSDP averages over processes here
+                loss += part_loss.detach()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip or math.inf)
+            norm = norm.full_tensor() if WORLD > 1 else norm
+            optimizer.step()
+            optimizer.zero_grad()
+            loads = [moe.balance() for moe in moes]
+            unread.append(torch.stack((loss, norm, *loads)))        # read below
+            bar.update()
+
+            done = step + 1
+            last, stops = done == config.steps, any_process(signals)
+            saves = last or stops or done % config.save_interval == 0
+            validates = last or done % config.eval_interval == 0
+            if not (saves or validates or done % config.log_interval == 0):
+                continue
+            # Wait for the device, and read all steps since the last read: means over
+            # the processes. No checkpoint follows a number that is not finite
+            rows = (all_sum(torch.stack(unread)) / WORLD).tolist()
+            for number, (loss, norm, *_) in enumerate(rows, done - len(rows) + 1):
+                if not math.isfinite(loss + norm):
+                    raise FloatingPointError(f"step {number}: loss {loss}, gradient "
+                                             f"norm {norm}")
+            loss, norm, *loads = rows[-1]
+            seconds = time.perf_counter() - clock
+            speed = len(rows) * config.batch_size * config.seq_len / seconds
+            bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s", False)
+            line = {"step": done, "train_loss": loss, "val_loss": None, "lr": lr,
+                    "grad_norm": norm, "max_load": max(loads, default=None),
+                    "tokens_per_s": round(speed)}
+            if validates:
+                line |= validate(model, val, config)
+                if not math.isfinite(line["val_loss"]):
+                    raise FloatingPointError(f"step {done}: validation loss "
+                                             f"{line['val_loss']}")
+            log(config, line)
+            if saves:
+                save(config, done, model, optimizer)
+            if stops:
+                break
+            unread, clock = [], time.perf_counter()     # leaves out validating, saving
+
+    if done < config.steps:
+        stop(f"stopped after step {done} and saved; --resume {config.out} goes on")
+    finished_before = start == config.steps
+    val_loss = evaluate(model, val, config) if finished_before else line["val_loss"]
+    say(f"validation loss {val_loss:.4f} nats a token")
+    say(loss_error(config, val_loss))
+    if config.sample:
+        text = sample(model, val[:32].tolist(), config, vocab_size)
+        say(f"--- sample\n{text}\n---")
+    return val_loss
+
+def talk(config):
+    """--prompt: continue a text from a checkpoint. This reads no data."""
+    vocab_size = vocabulary(config.data)
+    prompt = encode(config.prompt, vocab_size)
+    config.compile = False              # would take longer than the text
+    model, _ = build(config, make_recipe(config), vocab_size)
+    load(Path(config.resume), {"model": get_model_state_dict(model)})
+    say(sample(model, prompt, config, vocab_size))
 
 def stop(message, code=1):
-    """End the process with a sentence. Code 1 or 2: the user can fix it. 3: the loss
-    diverged. 130: a signal came."""
-    if RANK == 0 or code in (1, 2):     # an error may be in one process only
-        tqdm.write(f"train.py: {message}", file=sys.stderr)
+    """End the process with a sentence. Code 1: the user can go on or mend it. 3: the
+    loss diverged."""
+    report = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if report:          # torchrun prints this below its own messages
+        Path(report).write_text(json.dumps({"message": f"train.py: {message}",
+                                            "timestamp": int(time.time())}))
+    if RANK == 0 or not report:
+        print(f"train.py: {message}", file=sys.stderr)
     sys.exit(code)
 
 def main(argv=None):
-    """The command. What the user can fix is one sentence, not a traceback."""
-    if RANK:
-        sys.stdout = open(os.devnull, "w")              # one process prints
-    # A character of a sample that the terminal can't show becomes "?"
-    sys.stdout.reconfigure(errors="replace", line_buffering=True)
+    """The command. In a notebook: train.main(["--recipe", "ufp4"])."""
+    if hasattr(sys.stdout, "reconfigure"):      # what a terminal can't show becomes "?"
+        sys.stdout.reconfigure(errors="replace", line_buffering=True)
     # Saving warns of this, but one process needs none
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
     try:
-        s = parse_args(argv)
+        config = parse_args(argv)
         if WORLD > 1:
             dist.init_process_group()       # gloo for CPU tensors, NCCL for a GPU's
-        if s.prompt is None:
-            train(s)
-        else:
-            continue_prompt(s)
+        train(config) if config.prompt is None else talk(config)
         if WORLD > 1:
             dist.destroy_process_group()
-    except (ValueError, OSError) as e:
-        stop(e)
-
-# --- Many processes ------------------------------------------------------------------
-# FSDP2 shards the model: each process keeps a part of each weight, and of its gradient
-# and optimizer state. To compute a block, its weights are gathered, in float32, so that
-# all processes quantize the same numbers. Each process computes its share of the batch.
-# So N processes match one process with --grad-accum N, except for random bits and the
-# order of sums.
-
-def shard(model, s):
-    kind = torch.device(s.device).type
-    mesh = dist.device_mesh.init_device_mesh(kind, (WORLD,))
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh)
-
-def fill(p, values):
-    """Copy values into a parameter. Of a sharded one this process has some rows: 10
-    rows on 4 processes are 3, 3, 3 and 1."""
-    if WORLD > 1:
-        size = math.ceil(len(values) / WORLD)
-        p, values = p.to_local(), values[RANK * size:][:size]
-    p.copy_(values)
-
-def whole(norm):
-    """A norm of sharded gradients comes in parts."""
-    return norm.full_tensor() if WORLD > 1 else norm
-
-def all_sum(t):
-    """Sum a tensor over the processes, in place."""
-    if WORLD > 1:
-        dist.all_reduce(t)
-    return t
-
-def any_process(condition):
-    """Whether this holds in any process. They wait for each other here, but not for a
-    GPU, as the tensor is on the CPU."""
-    if WORLD == 1:
-        return bool(condition)
-    return all_sum(torch.tensor(float(bool(condition)))).item() > 0
-
-def wait_for_all():
-    any_process(False)
+    except FloatingPointError as e:
+        stop(f"{e}; --resume would repeat the same numbers, so start another run with "
+             "a changed setting, such as a lower --lr", 3)
+    except (ValueError, OSError, ImportError) as e:
+        cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+        about_it = cache and str(getattr(e, "filename", "")).startswith(cache)
+        stop(f"TORCHINDUCTOR_CACHE_DIR can't be used: {e}" if about_it else e)
 
 if __name__ == "__main__":
+    sys.modules["train"] = sys.modules["__main__"]      # a file of --with imports train
     main()
