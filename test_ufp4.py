@@ -187,7 +187,7 @@ def test_core_what_is_no_grid_is_refused(levels):
 def test_core_the_fast_form_of_a_uniform_grid_is_the_definition(name):
     """Also for what a scale that is 0, infinite or rounded down leaves."""
     fmt = FORMATS[name]
-    fast = ufp4.faster(fmt)
+    fast = ufp4.as_uniform(fmt)
     assert (type(fast) is ufp4.UniformFormat) == (name in ("e1m2", "int4", "e2m1-max2"))
     points = torch.linspace(0, 1.3 * fmt.max, 4001)
     a = torch.cat((points, points.nextafter(points + 1), torch.tensor([NAN, INF])))
