@@ -357,7 +357,8 @@ def typed_flags(argv):
     p = Parser(description=__doc__.splitlines()[0], argument_default=argparse.SUPPRESS)
     comments = dict(re.findall(r"(\w+): .*# (.*)", inspect.getsource(Config)))
     for f in fields(Config):
-        text, how = comments[f.name], {"type": f.type}
+        text = comments[f.name]
+        how = {"type": f.type, "metavar": f.name.strip("_").upper()}
         if f.type is bool:
             how = {"action": argparse.BooleanOptionalAction}
         elif f.type is list:
@@ -392,7 +393,7 @@ def parse_args(argv=None):
     for name, its_fields in ("recipe", RECIPE_FIELDS), ("model", NANO):
         if typed.get(name, before[name]) != before[name]:
             kept = {k: v for k, v in kept.items() if k not in its_fields}
-    kept |= {"out": str(path.parent)} | typed | {"resume": str(path)}
+    kept = {**kept, "out": str(path.parent), **typed, "resume": str(path)}
     config = complete(Config(**kept))
     if goes_on(config) and config.prompt is None:
         changed = [flag(name) for name, value in vars(config).items()
@@ -413,7 +414,7 @@ def complete(c):
         if getattr(c, name) is None:
             setattr(c, name, value)
     for f in fields(Config):
-        least, value = int(f.name not in MAY_BE_ZERO), getattr(c, f.name)
+        least, value = 0 if f.name in MAY_BE_ZERO else 1, getattr(c, f.name)
         if f.type in (int, float) and value is not None:        # NaN is not, either
             require(value >= least, f"{flag(f.name)} {value} must be at least {least}")
     require(c.dim % (2 * c.heads) == 0,
@@ -611,7 +612,8 @@ def find_checkpoint(path):
 
 def goes_on(config):
     """Whether a run goes on in its own folder, from its last checkpoint."""
-    return checkpoints(config.out)[-1:] == [Path(config.resume or "")]
+    last = checkpoints(config.out)[-1:]
+    return config.resume is not None and last == [Path(config.resume)]
 
 def claim(config):
     """Lock the run's folder for this process, as long as the result is held. Deletes
@@ -694,11 +696,11 @@ def restore(config, text, model, optimizer):
 
 def log(config, line):
     """Append a line, a dict, to the log. Print it if it has a validation loss."""
-    text = json.dumps(line) + "\n"
-    if "settings" in line:      # a killed process may have left half a line: end it
-        text = "\n" + text
+    path, text = Path(config.out) / "log.jsonl", json.dumps(line) + "\n"
+    if "settings" in line and path.exists():
+        text = "\n" + text              # ends half a line of a process that was killed
     if RANK == 0:
-        with open(Path(config.out) / "log.jsonl", "a") as file:
+        with open(path, "a") as file:
             file.write(text)
     if line.get("val_loss") is not None:
         say(", ".join(f"{k} {v:.5g}" if isinstance(v, float) else f"{k} {v}"
@@ -726,11 +728,10 @@ def read_log(path):
 def commit():
     """The commit of this code, "-dirty" if it was changed; None if git can't say."""
     command = "git describe --always --dirty --abbrev=40 --exclude=*"   # no tag
-    try:
-        done = subprocess.run(command.split(), cwd=Path(__file__).parent,
-                              capture_output=True, text=True)
-    except OSError:                                     # git is not installed
+    if shutil.which("git") is None:
         return None
+    done = subprocess.run(command.split(), cwd=Path(__file__).parent,
+                          capture_output=True, text=True)
     return done.stdout.strip() or None
 
 def is_baseline(bf16, run):
