@@ -371,9 +371,10 @@ def typed_flags(argv):
     if argv is None and "kernel_launcher" in sys.argv[0]:
         argv = []                       # sys.argv has the flags of a notebook's kernel
     typed = vars(p.parse_args(argv))
-    for name in typed.keys() & {"rht", "sr"}:       # spaces or commas between names
-        names = " ".join(typed[name]).replace(",", " ").split()
-        typed[name] = [] if names == ["none"] else names
+    for name, value in typed.items():
+        if isinstance(value, list):     # names with spaces or commas between them
+            names = " ".join(value).replace(",", " ").split()
+            typed[name] = [] if names == ["none"] else names
     return typed
 
 def parse_args(argv=None):
@@ -596,9 +597,11 @@ def sample(model, prompt, config, vocab_size):
 # A step is validated, logged, then saved. So each checkpoint has its line in the log.
 # The price: a run that dies while it validates trains again from the checkpoint before.
 
+CKPT = "ckpt-" + 7 * "[0-9]"            # ckpt-STEP, as a pattern
+
 def checkpoints(folder):
     """The whole checkpoints in a folder, oldest first. DCP writes .metadata last."""
-    return sorted(path.parent for path in Path(folder).glob("ckpt-???????/.metadata"))
+    return sorted(path.parent for path in Path(folder).glob(CKPT + "/.metadata"))
 
 def find_checkpoint(path):
     """path, or if it is a run's folder the last checkpoint in it."""
@@ -631,7 +634,8 @@ def claim(config):
         pass
     require(goes_on(config) or not checkpoints(out), f"{out} holds a run: --resume "
             f"{out} goes on with it, --out with a new folder begins another")
-    for path in set(out.glob("ckpt-???????")) - set(checkpoints(out)):
+    for path in set(out.glob(CKPT)) - set(checkpoints(out)):
+        say(f"{path} is half a checkpoint, and is deleted")
         shutil.rmtree(path)
     return lock
 
