@@ -340,8 +340,8 @@ RECIPE_FIELDS = ("fmt", "scale", "block", "rht", "sr", "tiles", "rht_block")
 MAY_BE_ZERO = {"seed", "keep_bf16", "min_lr", "weight_decay", "clip", "sample",
                "experts", "top_k", "lr", "warmup"}
 # Settings of how a run computes, not of what: they change no numbers, or only rounding
-# and random bits (device, compile, grad_accum). A run may go on with others. Its data
-# may have another name, but the text is compared
+# and random bits (device, compile, grad_accum). A run may go on with other values of
+# these. Its data may have another name, but the text is compared
 HOW = {"out", "resume", "prompt", "with_", "data", "device", "compile", "remat",
        "grad_accum", "eval_interval", "save_interval", "log_interval", "sample"}
 
@@ -386,9 +386,7 @@ def parse_args(argv=None):
         return complete(Config(**typed))
     where = typed.pop("resume") or complete(Config(**typed)).out
     path = find_checkpoint(Path(where))
-    first = read_log(path.parent / "log.jsonl")[0]
-    require("text" in first, f"{path.parent} is a run of an older train.py: start anew")
-    before = first["settings"]
+    before = read_log(path.parent / "log.jsonl")[0]["settings"]
     # Another recipe or preset comes without what flags had changed in the old one
     kept = dict(before)
     for name, its_fields in ("recipe", RECIPE_FIELDS), ("model", NANO):
@@ -404,7 +402,7 @@ def parse_args(argv=None):
     return config
 
 def complete(c):
-    """Fill in what preset and hardware decide, and check all settings."""
+    """Fill in what preset and hardware decide in a Config, and check all of it."""
     if c.with_:
         sys.path.insert(0, str(Path(c.with_).resolve().parent))
         importlib.import_module(Path(c.with_).stem)
@@ -724,9 +722,9 @@ def read_log(path):
         else:
             starts.append(line)
             steps = {n: step for n, step in steps.items() if n <= line.get("start", 0)}
-    require(starts and all("settings" in line for line in starts),
-            f"{path} is damaged, or no log of train.py: delete {Path(path).parent}, "
-            "or name another folder")
+    require(starts and all("text" in line for line in starts), f"{path} is damaged, or "
+            f"no log of this train.py: delete {Path(path).parent}, or name another "
+            "folder")
     return [starts[-1], *steps.values()]
 
 def commit():
