@@ -2348,6 +2348,19 @@ def test_train_bad_input_is_one_clear_sentence(text, capsys, tmp_path, flags, me
     assert (message in error and error.startswith("train.py: ")
             and error.count("\n") == 1)
 
+def test_train_what_ends_a_command_early_is_one_line(text, tmp_path):
+    """Ctrl-C while modules are imported; a cache that can't be written."""
+    (tmp_path / "tqdm.py").write_text("import signal; signal.raise_signal(2)")
+    flags = [*TINY, "--data", str(text), "--out", str(tmp_path / "out")]
+    for env, message in (
+            ({"PYTHONPATH": str(tmp_path)}, "interrupted"),
+            ({"TORCHINDUCTOR_CACHE_DIR": "/dev/null/cache"},
+             "TORCHINDUCTOR_CACHE_DIR can't be used: [Errno 20] Not a directory")):
+        done = subprocess.run([sys.executable, HERE / "train.py", *flags], text=True,
+                              env=os.environ | env, capture_output=True)
+        assert done.returncode == 1 and done.stderr.startswith("train.py: " + message)
+        assert done.stderr.count("\n") == 1
+
 # ---- train.py in processes of its own ------------------------------------------------
 # kill -9 when this run does something for the count-th time: in the midst of a step, of
 # a line of the log, of a save before and after its data, of deleting an old checkpoint

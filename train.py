@@ -340,8 +340,8 @@ RECIPE_FIELDS = ("fmt", "scale", "block", "rht", "sr", "tiles", "rht_block")
 MAY_BE_ZERO = {"seed", "keep_bf16", "min_lr", "weight_decay", "clip", "sample",
                "experts", "top_k", "lr", "warmup"}
 # Settings of how a run computes, not of what: they change no numbers, or only rounding
-# and random bits (device, compile, grad_accum). A run may go on with others. Its data
-# may have another name, but the text is compared
+# and random bits (device, compile, grad_accum). A run may go on with other values of
+# these. Its data may have another name, but the text is compared
 HOW = {"out", "resume", "prompt", "with_", "data", "device", "compile", "remat",
        "grad_accum", "eval_interval", "save_interval", "log_interval", "sample"}
 
@@ -357,7 +357,8 @@ def typed_flags(argv):
     p = Parser(description=__doc__.splitlines()[0], argument_default=argparse.SUPPRESS)
     comments = dict(re.findall(r"(\w+): .*# (.*)", inspect.getsource(Config)))
     for f in fields(Config):
-        text, how = comments[f.name], {"type": f.type}
+        text = comments[f.name]
+        how = {"type": f.type, "metavar": f.name.strip("_").upper()}
         if f.type is bool:
             how = {"action": argparse.BooleanOptionalAction}
         elif f.type is list:
@@ -370,9 +371,10 @@ def typed_flags(argv):
     if argv is None and "kernel_launcher" in sys.argv[0]:
         argv = []                       # sys.argv has the flags of a notebook's kernel
     typed = vars(p.parse_args(argv))
-    for name in typed.keys() & {"rht", "sr"}:       # spaces or commas between names
-        names = " ".join(typed[name]).replace(",", " ").split()
-        typed[name] = [] if names == ["none"] else names
+    for name, value in typed.items():
+        if isinstance(value, list):     # names with spaces or commas between them
+            names = " ".join(value).replace(",", " ").split()
+            typed[name] = [] if names == ["none"] else names
     return typed
 
 def parse_args(argv=None):
@@ -384,15 +386,13 @@ def parse_args(argv=None):
         return complete(Config(**typed))
     where = typed.pop("resume") or complete(Config(**typed)).out
     path = find_checkpoint(Path(where))
-    first = read_log(path.parent / "log.jsonl")[0]
-    require("text" in first, f"{path.parent} is a run of an older train.py: start anew")
-    before = first["settings"]
+    before = read_log(path.parent / "log.jsonl")[0]["settings"]
     # Another recipe or preset comes without what flags had changed in the old one
     kept = dict(before)
     for name, its_fields in ("recipe", RECIPE_FIELDS), ("model", NANO):
         if typed.get(name, before[name]) != before[name]:
             kept = {k: v for k, v in kept.items() if k not in its_fields}
-    kept |= {"out": str(path.parent)} | typed | {"resume": str(path)}
+    kept = {**kept, "out": str(path.parent), **typed, "resume": str(path)}
     config = complete(Config(**kept))
     if goes_on(config) and config.prompt is None:
         changed = [flag(name) for name, value in vars(config).items()
@@ -402,7 +402,7 @@ def parse_args(argv=None):
     return config
 
 def complete(c):
-    """Fill in what preset and hardware decide, and check all settings."""
+    """Fill in what preset and hardware decide in a Config, and check all of it."""
     if c.with_:
         sys.path.insert(0, str(Path(c.with_).resolve().parent))
         importlib.import_module(Path(c.with_).stem)
@@ -413,7 +413,7 @@ def complete(c):
         if getattr(c, name) is None:
             setattr(c, name, value)
     for f in fields(Config):
-        least, value = int(f.name not in MAY_BE_ZERO), getattr(c, f.name)
+        least, value = 0 if f.name in MAY_BE_ZERO else 1, getattr(c, f.name)
         if f.type in (int, float) and value is not None:        # NaN is not, either
             require(value >= least, f"{flag(f.name)} {value} must be at least {least}")
     require(c.dim % (2 * c.heads) == 0,
@@ -595,9 +595,11 @@ def sample(model, prompt, config, vocab_size):
 # A step is validated, logged, then saved. So each checkpoint has its line in the log.
 # The price: a run that dies while it validates trains again from the checkpoint before.
 
+CKPT = "ckpt-" + 7 * "[0-9]"            # ckpt-STEP, as a pattern
+
 def checkpoints(folder):
     """The whole checkpoints in a folder, oldest first. DCP writes .metadata last."""
-    return sorted(path.parent for path in Path(folder).glob("ckpt-???????/.metadata"))
+    return sorted(path.parent for path in Path(folder).glob(CKPT + "/.metadata"))
 
 def find_checkpoint(path):
     """path, or if it is a run's folder the last checkpoint in it."""
@@ -611,7 +613,8 @@ def find_checkpoint(path):
 
 def goes_on(config):
     """Whether a run goes on in its own folder, from its last checkpoint."""
-    return checkpoints(config.out)[-1:] == [Path(config.resume or "")]
+    last = checkpoints(config.out)[-1:]
+    return config.resume is not None and last == [Path(config.resume)]
 
 def claim(config):
     """Lock the run's folder for this process, as long as the result is held. Deletes
@@ -629,7 +632,8 @@ def claim(config):
         pass
     require(goes_on(config) or not checkpoints(out), f"{out} holds a run: --resume "
             f"{out} goes on with it, --out with a new folder begins another")
-    for path in set(out.glob("ckpt-???????")) - set(checkpoints(out)):
+    for path in set(out.glob(CKPT)) - set(checkpoints(out)):
+        say(f"{path} is half a checkpoint, and is deleted")
         shutil.rmtree(path)
     return lock
 
@@ -694,11 +698,11 @@ def restore(config, text, model, optimizer):
 
 def log(config, line):
     """Append a line, a dict, to the log. Print it if it has a validation loss."""
-    text = json.dumps(line) + "\n"
-    if "settings" in line:      # a killed process may have left half a line: end it
-        text = "\n" + text
+    path, text = Path(config.out) / "log.jsonl", json.dumps(line) + "\n"
+    if "settings" in line and path.exists():
+        text = "\n" + text              # ends half a line of a process that was killed
     if RANK == 0:
-        with open(Path(config.out) / "log.jsonl", "a") as file:
+        with open(path, "a") as file:
             file.write(text)
     if line.get("val_loss") is not None:
         say(", ".join(f"{k} {v:.5g}" if isinstance(v, float) else f"{k} {v}"
@@ -718,19 +722,18 @@ def read_log(path):
         else:
             starts.append(line)
             steps = {n: step for n, step in steps.items() if n <= line.get("start", 0)}
-    require(starts and all("settings" in line for line in starts),
-            f"{path} is damaged, or no log of train.py: delete {Path(path).parent}, "
-            "or name another folder")
+    require(starts and all("text" in line for line in starts), f"{path} is damaged, or "
+            f"no log of this train.py: delete {Path(path).parent}, or name another "
+            "folder")
     return [starts[-1], *steps.values()]
 
 def commit():
     """The commit of this code, "-dirty" if it was changed; None if git can't say."""
     command = "git describe --always --dirty --abbrev=40 --exclude=*"   # no tag
-    try:
-        done = subprocess.run(command.split(), cwd=Path(__file__).parent,
-                              capture_output=True, text=True)
-    except OSError:                                     # git is not installed
+    if shutil.which("git") is None:
         return None
+    done = subprocess.run(command.split(), cwd=Path(__file__).parent,
+                          capture_output=True, text=True)
     return done.stdout.strip() or None
 
 def is_baseline(bf16, run):
