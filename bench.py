@@ -17,6 +17,7 @@
     python bench.py train       train.py with the recipes below besides its own
     python bench.py runs        your own runs of train.py, as a table and as curves
     python bench.py readme      tables and figures again, from the records
+    python bench.py hero        the front page's figure alone
 
 A command prints its tables, saves them with the numbers behind them in
 data/results/NAME.json, draws figures, and puts the tables into both README.md. Studies
@@ -124,6 +125,12 @@ def bench_readme(args):
         draw_figures(name, results, RESULTS)
     fill_pages()
 
+def bench_hero(args):
+    """Draw the front page's figure from the records."""
+    results = json.loads((RESULTS / "runs.json").read_text())
+    figure(RESULTS / "hero.png", (8.75, 4.9), draw_hero, results["runs"])
+    print(RESULTS / "hero.png")
+
 # ---- Figures: one colour for each format, and a name in words for each recipe ----
 COLORS = {"BF16": "#7f7f7f", "E1M2": "#1f77b4", "E2M1": "#d62728",
           "NVFP4, MXFP4": "#d9730d", "E1M2 and E2M1": "#8a4fb5", "other": "black"}
@@ -212,6 +219,8 @@ def draw_figures(name, results, folder):
     study("length", (6.4, 4.2), draw_length, models)
     study("depth", (6.4, 4.2), draw_depth, models)
     study("front", (7.6, 4.2), draw_front, models)
+    if "two-by-two" in results["tables"]:
+        figure(folder / "hero.png", (8.75, 4.9), draw_hero, runs)
     for command, groups in GROUPS.items():
         for model in STUDIES[command]:
             shown = sum(bool(errors_of(runs, model, recipe))
@@ -977,8 +986,11 @@ def study_tables(results, label=""):
     for study, groups in GROUPS.items():
         for model in STUDIES[study]:
             tables[f"{study}-{model}"] = recipe_table(runs, model, groups)
-    return {f"study-{name}{label}": table for name, table in tables.items()
-            if len(table) > 1}
+    tables = {f"study-{name}{label}": table for name, table in tables.items()
+              if len(table) > 1}
+    if not label:
+        tables["two-by-two"] = two_by_two_table(runs, FRONT_MODEL)
+    return tables
 
 def recipe_table(runs, model, groups):
     """A row a recipe; then effects, how far ufp4 is below e2m1, and how loss error goes
@@ -1158,6 +1170,96 @@ def draw_loss(fig, runs, model, groups):
                 ylabel="loss error to BF16, %")
     scatter.locator_params(nbins=5)
     legend_of_kinds(scatter, kinds, loc="upper left", title="bars: 95% intervals")
+
+# ---- The front page: the grid and the rotation, two by two ----
+# {format: its recipe with the RHT on wgrad alone, and with the RHT on all three GEMMs}
+TWO_BY_TWO = {"E2M1": ("e2m1", "e2m1-full-rht"), "E1M2": ("ufp4-rht-wgrad", "ufp4")}
+ROTATED = ("RHT on wgrad alone", "RHT on all three GEMMs")
+
+def two_by_two_table(runs, model):
+    """The four loss errors, what the rotation and the uniform grid do to each, and how
+    far the effect of both together is from the sum of both alone."""
+    (e2m1, e2m1_rht), (e1m2, e1m2_rht) = TWO_BY_TWO.values()
+
+    def effect(weights):
+        """A difference in %, and whether its interval over seeds excludes zero."""
+        mean, half = contrast(runs, model, weights)
+        found = f"+{text((mean, half))}" if mean > 0 else text((mean, half))
+        if half is None or abs(mean) <= half:
+            return f"{found}: not settled"
+        return f"{found}: {'hurts' if mean > 0 else 'helps'}"
+
+    both = {e1m2_rht: 1, e1m2: -1, e2m1_rht: -1, e2m1: 1}
+    return [["loss error, % (seeds)", *ROTATED, "what the rotation does"],
+            *([fmt, *(cell(runs, model, recipe) for recipe in pair),
+               effect({pair[1]: 1, pair[0]: -1})] for fmt, pair in TWO_BY_TWO.items()),
+            ["what the uniform grid does", effect({e1m2: 1, e2m1: -1}),
+             effect({e1m2_rht: 1, e2m1_rht: -1}),
+             f"together, beyond their sum: {effect(both).split(':')[0]}"]]
+
+# The block of the lesson of ufp4.py
+SIXTEEN = torch.tensor([0.5, 10.5, 0.75, 0.25, 0.5, 1.75, 1.5, -0.25,
+                        -0.75, -0.25, 1.0, -1.0, 1.25, 0.5, -1.0, -1.5])
+
+def draw_hero(fig, runs):
+    """Left, how sixteen numbers round to each grid before and after the RHT. Right, the
+    loss errors of the same four combinations."""
+    left, right = fig.subfigures(1, 2, width_ratios=(1.25, 1), wspace=0.03)
+    draw_sixteen(left)
+    draw_two_by_two(right, runs, FRONT_MODEL)
+
+def draw_sixteen(fig):
+    """A row of panels for the block before the RHT and one after it, a column for each
+    grid. A number is a dot, with a line to the level that it is rounded to."""
+    fig.suptitle("Sixteen numbers: before the rotation (RHT)\n"
+                 "E2M1 rounds better, after it E1M2", size=13)
+    panels = fig.subplots(2, 2, sharex=True, sharey="row", height_ratios=(1.15, 1))
+    blocks = {"before the RHT": SIXTEEN,
+              "after the RHT": ufp4.rht(SIXTEEN, ufp4.random_signs(0))}
+    for row, (when, x) in zip(panels, blocks.items()):
+        rounded = [ufp4.fake_quantize(x, fmt) for fmt in GRIDS]
+        decibels = [sqnr(q, x) for q in rounded]
+        for ax, fmt, q, db in zip(row, GRIDS, rounded, decibels):
+            color = COLORS[kind_of("", fmt)]
+            scale = x.abs().max() / FORMATS[fmt].max
+            for level in FORMATS[fmt].levels:
+                for y in (level * scale, -level * scale):
+                    ax.axhline(y, color="#dcdcdc", lw=0.8, zorder=0)
+            ax.vlines(range(len(x)), x, q, color=color, lw=3)
+            ax.plot(q, "_", ms=9, mew=2, color=color)
+            ax.plot(x, "o", ms=3.6, color="black")
+            ax.text(0.97, 0.96, f"{db:.2f} dB", ha="right", va="top", color=color,
+                    fontweight="bold" if db == max(decibels) else "normal",
+                    transform=ax.transAxes, bbox={"fc": "white", "ec": "none", "pad": 1})
+            ax.set(xticks=[], yticks=[],
+                   ylim=(min(x.min(), 0) - 0.13 * x.abs().max(), 1.13 * x.max()))
+        row[0].set_ylabel(when)
+    for ax, fmt in zip(panels[0], GRIDS):
+        kind = {"e2m1": "float grid", "e1m2": "uniform grid"}[fmt]
+        ax.set_title(f"{fmt.upper()}, the {kind}", color=COLORS[kind_of("", fmt)])
+
+def draw_two_by_two(fig, runs, model):
+    """Four loss errors with their intervals: a line for each grid, from the RHT on
+    wgrad alone to the RHT on all three GEMMs."""
+    fig.suptitle("Training: neither uniform grid nor\n"
+                 "rotation helps alone; the pair does", size=13)
+    ax = fig.subplots()
+    for (fmt, pair), shift in zip(TWO_BY_TWO.items(), (0.02, -0.02)):
+        means, halves = zip(*(contrast(runs, model, {recipe: 100}) for recipe in pair))
+        places = shift, 1 + shift                   # so that no bar hides another
+        look = {"color": COLORS[fmt], "textcoords": "offset points", "va": "center"}
+        ax.errorbar(places, means, yerr=[half or 0 for half in halves], fmt="o-",
+                    color=COLORS[fmt], lw=2.5, ms=8, capsize=5)
+        for at, mean, recipe, side in zip((0, 1), means, pair, ("right", "left")):
+            name = f"\n{recipe}" if recipe in ("e2m1", "ufp4") else ""
+            ax.annotate(f"{mean:.2f}{name}", (at, mean), (14 * (2 * at - 1), 0),
+                        ha=side, fontweight="bold", **look)
+        rises = means[1] > means[0]
+        ax.annotate(fmt, (0.7, 0.3 * means[0] + 0.7 * means[1]), (-9 if rises else 9, 8),
+                    ha="right" if rises else "left", **look)
+    ax.set(xticks=(0, 1), xticklabels=[name.replace(" on ", " on\n", 1)
+                                       for name in ROTATED],
+           xlim=(-0.55, 1.5), ylabel="loss error above BF16, %; 95% intervals")
 
 # The bars of the front page, and what stands under each
 FRONT = {"bf16": "bf16\nno quantization", "ufp4": "ufp4\nuniform grid",
@@ -1677,7 +1779,8 @@ def main(argv=None):
     p = commands.add_parser("runs", help="your runs of train.py: a table and curves")
     p.add_argument("dirs", nargs="*", type=Path, default=[Path("out")], metavar="DIR",
                    help="a run's folder, or one that holds runs (default: out)")
-    for name in ("bias", "sqnr", "cpu", "dispatch", "kernels", "tune", "readme"):
+    for name in ("bias", "sqnr", "cpu", "dispatch", "kernels", "tune", "readme",
+                 "hero"):
         commands.add_parser(name)
     p = commands.add_parser("study", allow_abbrev=False,
                             epilog="More flags are for train.py.")

@@ -2456,6 +2456,24 @@ def test_bench_figures_are_drawn_from_the_records_and_name_each_recipe(tmp_path)
             name = Path(shown).name
             assert name in drawn or not name.startswith(("bias", "study"))
 
+def test_bench_the_front_page_has_the_block_of_the_lesson_and_the_four_losses(tmp_path):
+    from matplotlib.figure import Figure
+    lesson = subprocess.run([sys.executable, HERE / "ufp4.py"], capture_output=True,
+                            text=True).stdout
+    runs = json.loads((bench.RESULTS / "runs.json").read_text())["runs"]
+    bench.draw_hero(fig := Figure(), runs)
+    texts = [t.get_text() for ax in fig.get_axes() for t in ax.texts]
+    decibels = re.findall(r"signal over error (.*)", lesson)
+    assert len(decibels) == 4 and [t for t in texts if "dB" in t] == decibels
+    losses = [re.match(r"[.\d]+", t)[0] for t in texts if t[0].isdigit()][4:]
+    table = bench.two_by_two_table(runs, "dense-0.3m")
+    assert losses == [cell.split()[0] for row in table[1:3] for cell in row[1:3]]
+    # The effects once more, from means alone
+    a, b, c, d = map(float, losses)
+    found = [float(cell.split(" ±")[0].split(": ")[-1]) for cell in
+             (table[1][3], table[2][3], *table[3][1:])]
+    assert found == pytest.approx([b - a, d - c, c - a, d - b, d - c - b + a], abs=0.021)
+
 def test_bench_lopsided_bins_are_drawn_in_units_of_the_grid():
     from matplotlib.figure import Figure
     marked = {}
