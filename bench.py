@@ -131,7 +131,9 @@ def bench_readme(args):
     """Make the pages' tables and figures anew, without measuring."""
     for name in DRAWN:
         draw(name, RECORDS, read(name))
-    draw_studies(Results(read("runs")), RECORDS)
+    results = Results(read("runs"))
+    draw_studies(results, RECORDS, ["loss"])
+    figure(RECORDS / "hero.png", (8.75, 4.9), draw_hero, results)
     fill_pages()
 
 def text(measured, digits=2):
@@ -314,7 +316,7 @@ ABLATED = sum(GROUPS["ablate"].values(), ())
 STUDIES = {
     "quick": {"nano": sum(TWO_BY_TWO.values(), ())},
     "loss": {"dense-0.3m": sum(GROUPS["loss"].values(), ())},
-    "ablate": {"nano": ABLATED, "dense-0.3m": ABLATED[:7] + CAUSES[:3]},
+    "ablate": {"dense-0.3m": ABLATED[:7] + CAUSES[:3], "nano": ABLATED},
     "scaling": dict.fromkeys(("dense-0.1m", "dense-0.3m", "dense-0.9m", "moe-0.3m"),
                              CORE),
     "length": dict.fromkeys(("dense-0.3m-2", "dense-0.3m-6", "dense-0.3m",
@@ -520,6 +522,11 @@ class Results:
             found += f" ({len(self.sums(weights))})"
         return found
 
+    def loss(self, model):
+        """The mean loss of bf16 and its interval."""
+        return interval([r["loss"] for r in self.runs
+                         if (r["model"], r["row"]) == (model, "bf16")])
+
     def reduction(self, models):
         """By what part of itself e2m1's loss error falls with ufp4: 1 - the ratio of
         sums over the models, of each seed that has all; mean and interval. None without
@@ -555,8 +562,6 @@ EFFECTS = {"effect of the grid": GRID, "effect of shrinking": SHRINKING,
            "effect of fprop without RHT": {
                "ufp4-rht-wgrad": .5, "ufp4-rht-fprop-wgrad": -.5,
                "ufp4-rht-dgrad-wgrad": .5, "ufp4": -.5},
-           "E1M2 minus E2M1, RHT on wgrad": {"ufp4-rht-wgrad": 1, "e2m1": -1},
-           "E1M2 minus E2M1, RHT on all": {"ufp4": 1, "e2m1-full-rht": -1},
            "`ufp4-mx` minus `mxfp4`": {"ufp4-mx": 1, "mxfp4": -1},
            "`e2m1`, from scratch": {"e2m1-scratch": 1, "ufp4-scratch": -1}}
 # {study: (what a line is of, its rows, its effects)}
@@ -567,19 +572,20 @@ SERIES = {"scaling": ("model", CORE, {"`e2m1` minus `ufp4`, %": GAP}),
 ON_PAGES = ("loss", "ablate", *SERIES, "lr")        # the studies whose tables are there
 
 def table(results, head, lines):
-    """Rows of text, without empty columns. A dict of weights becomes a cell."""
-    rows = [head, *([results.cell(cell) if isinstance(cell, dict) else cell
-                     for cell in line] for line in lines)]
+    """Rows of text, but for empty rows and columns. Weights become a cell."""
+    rows = [[results.cell(cell) if isinstance(cell, dict) else cell for cell in line]
+            for line in lines]
+    rows = [head, *(row for row in rows if any(row[1:]))]
     columns = [column for column in zip(*rows) if any(column[1:])]
     return [list(row) for row in zip(*columns)]
 
 def tables_of(results, studies=ON_PAGES, rows=None):
     """{marker in a page: table} of what was measured. `rows` replace the studies'."""
-    tables = {"models": models_table(results)}
-    for name, model, groups in groups_of(studies, rows):
-        tables[name] = rows_table(results, model, groups)
+    tables = {}
+    for study, models, groups in groups_of(results, studies, rows):
+        tables[study] = rows_table(results, models, groups)
     for study in studies:
-        if study in SERIES:
+        if study in SERIES and not rows:
             tables[study] = series_table(results, study)
     if "lr" in studies:
         tables["lr"] = table(
@@ -591,62 +597,58 @@ def tables_of(results, studies=ON_PAGES, rows=None):
             tables[name] = two_by_two_table(results, model)
     return {name: table for name, table in tables.items() if len(table) > 1}
 
-def groups_of(studies, rows):
-    """[(name, model, {what some rows have in common: rows})] of the tables of rows."""
-    return [(f"{study}-{model}", model,
-             {"": rows} if rows else GROUPS.get(study, {"": of}))
-            for study in studies if rows or study not in (*SERIES, "lr")
-            for model, of in STUDIES[study].items()]
+def groups_of(results, studies, rows):
+    """[(study, models, {what some rows have in common: rows})] of the tables that have
+    a line a row, as far as there are runs."""
+    found = []
+    for study in studies:
+        models = [m for m in STUDIES[study] if (m, "bf16") in results.errors]
+        if models and (rows or study not in (*SERIES, "lr")):
+            groups = {"": rows} if rows else GROUPS.get(study)
+            found.append((study, models, groups or {"": STUDIES[study][models[0]]}))
+    return found
 
-def models_table(results):
-    """What was trained: sizes, text, and BF16's own loss."""
-    lines = []
-    for name, m in results.models.items():
-        losses = [r["loss"] for r in results.runs
-                  if (r["model"], r["row"]) == (name, "bf16")]
-        mean, half = interval(losses)
-        s, used = settings(m["flags"]), m["active"] / 1e6
-        lines.append([name, f"{s.layers} x {s.dim}", f"{m['parameters'] / 1e6:.2f}",
-                      f"{used:.2f}", str(s.steps), f"{m['bytes'] / 1e6:.1f}",
-                      f"{m['bytes'] / m['text']:.2f}", f"{s.lr:.3g}",
-                      f"{mean:.3f}" + (f" ± {half:.3f}" if half else "")
-                      + f" ({len(losses)})"])
-    return table(results, ["model", "blocks x width", "parameters, M",
-                           "used by a token, M", "steps", "text, MB",
-                           "passes over the corpus", "learning rate",
-                           "loss of `bf16`, nats (seeds)"], lines)
-
-def rows_table(results, model, groups):
+def rows_table(results, models, groups):
     """A line a row; then effects, how far ufp4 is below e2m1, and how the loss error
-    goes with slope and noise of fprop."""
-    shown = [row for row in sum(groups.values(), ()) if (model, row) in results.errors]
-    fprop = {row: of for row, of in results.fprop(model).items() if row in shown}
-    lines = []
+    goes with the noise of fprop. For each model three columns, for one alone a fourth
+    with the slope of fprop."""
+    one, head, lines = len(models) == 1, ["", "row"], []
+    rows = sum(groups.values(), ())
+    fprop = {model: {row: of for row, of in results.fprop(model).items() if row in rows}
+             for model in models}
+
+    def line(label, row, cells, last=""):
+        """cells(model) -> loss error, extra loss, noise, slope"""
+        lines.append([label, row, *sum((cells(m)[:3 + one] for m in models), []), last])
+
+    for model in models:
+        head += [f"`{model}`: loss error, % (seeds)", "minus `ufp4`, %",
+                 "noise of fprop, %", "slope of fprop"][:3 + one]
     for group, names in groups.items():
-        for row in [row for row in names if row in shown]:
-            slope, noise, _ = fprop.get(row, [math.nan] * 3)
-            lines.append([group, f"`{row}`", {(model, row): 1}, "", f"{slope:.4f}",
-                          f"{100 * noise:.3f}", PAPER.get(row, "")])
-            if row != "ufp4":
-                lines[-1][3] = on(model, {row: 1, "ufp4": -1})
+        for row in names:
+            def cells(model):
+                slope, noise, _ = fprop[model].get(row, [math.nan] * 3)
+                minus = on(model, {row: 1, "ufp4": -1}) if row != "ufp4" else ""
+                found = [{(model, row): 1}, minus, f"{100 * noise:.3f}", f"{slope:.4f}"]
+                return found if (model, row) in results.errors else [""] * 4
+            line(group, f"`{row}`", cells, PAPER.get(row, ""))
     for name, effect in EFFECTS.items():
-        if (set(effect) <= {*shown, "e2m1-scratch", "ufp4-scratch"}
-                and results.sums(on(model, effect))):
-            lines.append([name, "", "", on(model, effect), "", "", ""])
-    if found := results.reduction([model]):
-        lines.append(["`ufp4` smaller than `e2m1` by, %", "", text(found, 0),
-                      "", "", "", ""])
+        if set(effect) <= {*rows, "e2m1-scratch", "ufp4-scratch"}:
+            line(name, "", lambda model: ["", on(model, effect), "", ""])
+    line("`ufp4` smaller than `e2m1` by, %", "",
+         lambda model: [text(results.reduction([model]), 0), "", "", ""])
     for note, left_out in (("", ()), (" without powers of two", ("ufp4-mx", "mxfp4"))):
         # Rows that round alike, as ufp4 and ufp4-int4 do, are one point
-        points = {of for row, of in fprop.items() if row not in left_out}
-        if len(points) > 4 and set(left_out) <= set(shown):
+        def correlations(model):
+            points = {of for row, of in fprop[model].items() if row not in left_out}
+            if len(points) < 5:
+                return [""] * 4
             slopes, noises, errors = zip(*points)
-            lines.append([f"correlation with loss error, over {len(points)}{note}",
-                          "", "", "", *(f"{statistics.correlation(v, errors):.2f}"
-                                        for v in (slopes, noises)), ""])
-    return table(results, [f"`{model}`", "row", "loss error, % (seeds)",
-                           "minus `ufp4`, %", "slope of fprop", "noise of fprop, %",
-                           "the paper, minus `ufp4`"], lines)
+            return ["", "", *(f"{statistics.correlation(v, errors):.2f}, over "
+                              f"{len(points)}" for v in (noises, slopes))]
+        if set(left_out) <= set(rows):
+            line(f"correlation with loss error{note}", "", correlations)
+    return table(results, [*head, "the paper, minus `ufp4`"], lines)
 
 def sizes_of(results, study):
     """{model: its number of blocks or bytes per parameter}, for those measured."""
@@ -659,19 +661,24 @@ def sizes_of(results, study):
 def series_table(results, study):
     """A line a model; then all dense sizes, or the growth for each doubling."""
     what, names, effects = SERIES[study]
-    sizes, blank = sizes_of(results, study), [""] * len(names)
-    lines = [[name if study == "scaling" else f"{size:.0f}",
-              *({(name, row): 1} for row in names),
-              *(on(name, effect) for effect in effects.values()),
-              text(results.reduction([name]), 0)] for name, size in sizes.items()]
-    dense = [name for name in sizes if name.startswith("dense")]
-    if study == "scaling" and len(dense) > 1:
-        lines.append(["dense, all sizes", *blank, *[""] * len(effects),
+    sizes, lines = sizes_of(results, study), []
+    for name, size in sizes.items():
+        m, (loss, half) = results.models[name], results.loss(name)
+        lines.append([name if study == "scaling" else f"{size:.0f}",
+                      f"{m['parameters'] / 1e6:.2f}", f"{m['bytes'] / 1e6:.1f}",
+                      f"{loss:.3f}" + (f" ± {half:.3f}" if half else ""),
+                      *({(name, row): 1} for row in names),
+                      *(on(name, effect) for effect in effects.values()),
+                      text(results.reduction([name]), 0)])
+    dense, blank = [name for name in sizes if "dense" in name], [""] * (3 + len(names))
+    if study == "scaling":
+        lines.append(["dense, all sizes", *blank, "",
                       text(results.reduction(dense), 0)])
-    elif study != "scaling" and len(sizes) > 1:
+    elif len(sizes) > 1:
         lines.append(["for each doubling", *blank,
                       *(doubling(sizes, effect) for effect in effects.values()), ""])
-    return table(results, [what, *(f"`{row}`, % (seeds)" for row in names), *effects,
+    return table(results, [what, "parameters, M", "text, MB", "loss of `bf16`",
+                           *(f"`{row}`, % (seeds)" for row in names), *effects,
                            "`ufp4` smaller by, %"], lines)
 
 def has_two_by_two(results, model):
@@ -701,34 +708,43 @@ def two_by_two_table(results, model):
 
 # ---- Figures of studies, and the front page's ----
 
-def draw_studies(results, folder, studies=ON_PAGES, rows=None):
+def draw_studies(results, folder, studies, rows=None):
     """The figures of these studies, into a folder, as far as there are runs."""
-    for name, model, groups in groups_of(studies, rows):
-        shown = {row: of for row, of in results.fprop(model).items()
-                 if row in sum(groups.values(), ())}
-        if len(shown) > 1:
-            figure(folder / f"{name}.png", (7, 4.5), draw_noise, results, model, shown)
-    if has_two_by_two(results, "dense-0.3m"):
-        figure(folder / "hero.png", (8.75, 4.9), draw_hero, results)
+    for study, models, groups in groups_of(results, studies, rows):
+        for model in models:
+            shown = {row: of for row, of in results.fprop(model).items()
+                     if row in sum(groups.values(), ())}
+            if len(shown) > 1:
+                figure(folder / f"{study}-{model}.png", (7, 4.5), draw_noise, results,
+                       model, shown)
     if "quick" in studies and has_two_by_two(results, "nano"):
         figure(folder / "two-by-two.png", (5, 4.9), draw_two_by_two, results, "nano")
 
 def draw_noise(fig, results, model, fprop):
     """Loss error against the noise of fprop, of {row: (slope, noise, loss error)}."""
-    ax = fig.subplots()
+    ax, points = fig.subplots(), {}
     for row, (_, noise, error) in fprop.items():
-        color = COLORS[kind_of_row(row)]
-        _, half = results.contrast({(model, row): 1})
-        ax.errorbar(100 * noise, 100 * error, yerr=100 * (half or 0), fmt="o", lw=1,
-                    color=color)
-        ax.annotate(row, (100 * noise, 100 * error), (6, -3), color=color, size=9,
+        points.setdefault((100 * noise, 100 * error), []).append(row)
+    middle = statistics.mean(error / noise for noise, error in points)
+    for (noise, error), rows in points.items():
+        color = COLORS[kind_of_row(rows[0])]
+        _, half = results.contrast({(model, rows[0]): 100})
+        ax.errorbar(noise, error, yerr=half or 0, fmt="o", lw=1, color=color)
+        left = error > middle * noise       # above the others, where there is room
+        ax.annotate(", ".join(rows), (noise, error), (-7 if left else 7, 0), va="center",
+                    ha="right" if left else "left", color=color, size=10,
                     textcoords="offset points")
-    _, noises, errors = zip(*set(fprop.values()))
     finding = f"{model}: loss error and the noise of fprop"
-    if len(noises) > 4:
-        finding += f", correlation {statistics.correlation(noises, errors):.2f}"
+    if len(points) > 4:
+        finding += f", correlation {statistics.correlation(*zip(*points)):.2f}"
     ax.set(title=finding, xlabel="noise of fprop: error power, % of the outputs' power",
-           ylabel="loss error above BF16, %", xlim=(0, None), ylim=(0, None))
+           ylabel="loss error above BF16, %")
+    ax.margins(0.25, 0.1)
+    if min(error for _, error in points) > 0:
+        ax.set(xscale="log", yscale="log")
+        for axis in (ax.xaxis, ax.yaxis):
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_formatter("{x:g}")
 
 def draw_hero(fig, results):
     """Left, how sixteen numbers round to each grid before and after the RHT. Right, the
