@@ -731,8 +731,8 @@ def draw_noise(fig, results, model, fprop):
         _, half = results.contrast({(model, rows[0]): 100})
         ax.errorbar(noise, error, yerr=half or 0, fmt="o", lw=1, color=color)
         left = error > middle * noise       # above the others, where there is room
-        ax.annotate(", ".join(rows), (noise, error), (-7 if left else 7, 0), va="center",
-                    ha="right" if left else "left", color=color, size=10,
+        ax.annotate(", ".join(rows), (noise, error), (-7 if left else 7, 0),
+                    ha="right" if left else "left", va="center", color=color, size=10,
                     textcoords="offset points")
     finding = f"{model}: loss error and the noise of fprop"
     if len(points) > 4:
@@ -942,26 +942,29 @@ def chain(fmt, depth=128, n=512):
 def bench_bias(args):
     g, shape = torch.Generator().manual_seed(0), (8192, 512)
     x, gate, up = (torch.randn(shape, generator=g) for _ in range(3))
-    cell = lambda q, x: "{:.4f} ± {:.4f}".format(slope(q, x)[0], 2 * slope(q, x)[1])
-    slopes = [["slope alpha ± two standard errors, FP32 scales", "E2M1", "E1M2"],
-              ["Gaussian, in closed form",
-               *(f"{gaussian_slope(FORMATS[f].levels):.4f}" for f in GRIDS)]]
-    for kind, data in (("Gaussian", x), ("SwiGLU-like", nn.functional.silu(gate) * up)):
-        rotated = ufp4.rht(data, ufp4.random_signs(0))
-        for name, v in ((kind, data), (f"{kind}, RHT", rotated)):
-            slopes.append([name, *(cell(ufp4.fake_quantize(v, f), v) for f in GRIDS)])
+    data = {"Gaussian": x, "SwiGLU-like": nn.functional.silu(gate) * up}
     # Rows of different sizes, or power-of-two scales would meet one size alone
-    x = x * torch.rand((shape[0], 1), generator=g).exp2()
-    scales = [["block scales", *(f"{f.upper()} {what}" for f in GRIDS
-                                 for what in ("nearest", "SR", "SQNR, dB"))]]
-    for scale in ufp4.SCALES:
-        scales.append([f"`{scale}`"])
+    sizes = torch.rand((shape[0], 1), generator=g).exp2()
+    cases = [("Gaussian, rows of many sizes", scale, x * sizes)
+             for scale in ufp4.SCALES]
+    for name, v in data.items():
+        cases += [(name, "fp32", v),
+                  (f"{name}, RHT", "fp32", ufp4.rht(v, ufp4.random_signs(0)))]
+    rows = [["slope alpha ± two standard errors", "block scales",
+             *(f"{f.upper()} {what}" for f in GRIDS
+               for what in ("nearest", "SR", "SQNR, dB"))],
+            ["Gaussian, in closed form", "`fp32`"]]
+    for f in GRIDS:
+        rows[-1] += [f"{gaussian_slope(FORMATS[f].levels):.4f}", "", ""]
+    for name, scale, v in cases:
+        rows.append([name, f"`{scale}`"])
         for f in GRIDS:
-            nearest = ufp4.fake_quantize(x, f, scale)
-            noisy = ufp4.fake_quantize(x, f, scale, stochastic=True, generator=g)
-            scales[-1] += [cell(nearest, x), cell(noisy, x), f"{sqnr(nearest, x):.2f}"]
-    chains = {f: chain(f) for f in GRIDS}
-    finish("bias", {"slopes": slopes, "scales": scales}, {"chain": chains})
+            nearest = ufp4.fake_quantize(v, f, scale)
+            noisy = ufp4.fake_quantize(v, f, scale, stochastic=True, generator=g)
+            rows[-1] += ["{:.4f} ± {:.4f}".format(alpha, 2 * error) for alpha, error
+                         in (slope(nearest, v), slope(noisy, v))]
+            rows[-1].append(f"{sqnr(nearest, v):.2f}")
+    finish("bias", {"bias": rows}, {"chain": {f: chain(f) for f in GRIDS}})
 
 def draw_bias(fig, results):
     """The signal after many quantized GEMMs."""
