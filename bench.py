@@ -406,7 +406,9 @@ class Job:
         env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
         done = subprocess.run(self.command(file), env=env, capture_output=True,
                               text=True)
-        said = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        lines = re.split(r"[\r\n]+", done.stderr.strip())     # also of progress bars
+        said = [line for line in lines if line.startswith("train.py:")] or lines
+        said = said[-1].removeprefix("train.py: ")
         if done.returncode == 3 and self.row != "bf16":
             result = {"loss": None, "error": said}
         elif done.returncode:

@@ -2421,7 +2421,7 @@ def test_bench_a_job_that_fails_is_said_and_the_other_seeds_go_on(
     with pytest.raises(SystemExit) as stopped:
         bench.main(study)
     # The row of seed 0 has not run, so its failure is that of its bf16 run, said once
-    assert stopped.value.code.count("bf16, seed 0: train.py: no space left") == 1
+    assert stopped.value.code.count("bf16, seed 0: no space left") == 1
     left = {path.parent.name: json.loads(path.read_text())
             for path in bench.OUT.rglob("result.json")}
     assert set(left) == {"nano-bf16-s1", "nano-ufp4-s1"}
