@@ -1480,8 +1480,8 @@ def import_file(path):
     """Run a file of recipes. Returns the names in RECIPES that it has set."""
     before = dict(RECIPES)
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or not path.exists():
-        raise ValueError(f"--with {path}: there is no such Python file")
+    if spec is None:
+        raise ValueError(f"--with {path}: a Python file is expected, NAME.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module                     # for dataclasses
     spec.loader.exec_module(module)

@@ -2531,7 +2531,7 @@ def test_bench_the_share_of_codes_used_and_the_noise_of_products():
     assert e2m1 > e1m2 and e2m1_rht < e1m2_rht
 
 def test_bench_runs_are_compared_with_the_bf16_run_of_the_same_settings(
-        settings, tmp_path, capsys):
+        settings, tmp_path, capsys, monkeypatch):
     out = tmp_path / "out"
     bf16 = train.train(settings("--recipe", "bf16", "--out", str(out / "bf16")))
     flags = "--recipe e2m1 --rht fprop,wgrad --keep-bf16 1 --out".split()
@@ -2582,3 +2582,12 @@ def test_bench_runs_are_compared_with_the_bf16_run_of_the_same_settings(
     assert os.path.relpath(out / "runs.png") in said and (out / "runs.png").exists()
     with pytest.raises(SystemExit, match="has no run of train.py"):
         bench.main(["runs", str(tmp_path / "nowhere")])
+    # The tensors of a run: four kinds of layers, six operands and three results
+    monkeypatch.setattr(bench, "HERE", tmp_path)
+    monkeypatch.setattr(bench, "OUT", tmp_path / "bench")
+    bench.main(["sqnr", str(out / "bf16")])
+    assert "dW of fc2" in capsys.readouterr().out
+    found = json.loads((bench.OUT / "sqnr.json").read_text())["medians"]
+    assert len(found) == 36 and (bench.OUT / "sqnr.png").exists()
+    with pytest.raises(SystemExit, match="has no checkpoint"):
+        bench.main(["sqnr", str(tmp_path)])
