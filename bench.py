@@ -8,7 +8,7 @@
     python bench.py study depth     by depth: does shrinkage compound?
     python bench.py study scratch   whole runs under a recipe: why the others branch
     python bench.py study lr        is the learning rate right?
-    python bench.py bias        bias of each bin, slopes, how it compounds (1 min)
+    python bench.py bias        how much the grids shrink, and by block scale (1 min)
     python bench.py sqnr DIR    which grid suits the tensors of a run, and the RHT
     python bench.py cpu         what emulation takes on this CPU (4 min)
     python bench.py dispatch    what the kernels compile to on GPUs not here (5 min)
@@ -97,13 +97,11 @@ def print_table(rows):
 
 def finish(name, tables, results=None):
     """Print the tables {marker in a page: rows of text, the head first}. Save them with
-    what is behind them as NAME.json, and draw its figure."""
+    what is behind them as NAME.json."""
     for rows in tables.values():
         print_table(rows)
     results = {**(results or {}), "machine": machine(), "tables": tables}
     save(results_go_to / f"{name}.json", results)
-    if name in DRAWN:
-        draw(name, results_go_to, results)
     if results_go_to == RECORDS:
         fill_pages()
     print(f"saved in {results_go_to}")
@@ -129,10 +127,9 @@ def fill_pages():
 
 def bench_readme(args):
     """Make the pages' tables and figures anew, without measuring."""
-    for name in DRAWN:
-        draw(name, RECORDS, read(name))
     results = Results(read("runs"))
     draw_studies(results, RECORDS, ["loss"])
+    figure(RECORDS / "sqnr.png", (10, 6), draw_sqnr, read("sqnr")["medians"])
     figure(RECORDS / "hero.png", (8.75, 4.9), draw_hero, results)
     fill_pages()
 
@@ -925,22 +922,6 @@ def gaussian_slope(levels, block=16):
     mean = cdf ** (block - 1) * m * m + (block - 1) * cdf ** (block - 2) * other
     return torch.trapezoid(f(m) * mean, m).item()
 
-def chain(fmt, depth=128, n=512):
-    """X <- Q(X) Q(W)^T again and again, with the RHT on both. W is random and
-    orthogonal, so that the exact chain keeps its norm. Returns a pair for each GEMM:
-    <X_hat, X> / <X, X> after it, and the product of all slopes so far."""
-    g, signs = torch.Generator().manual_seed(0), ufp4.random_signs(0)
-    exact = approx = torch.randn(n, n, generator=g)
-    slopes, found = [], []
-    for _ in range(depth):
-        w = torch.linalg.qr(torch.randn(n, n, generator=g))[0]
-        x, r = ufp4.rht(approx, signs), ufp4.rht(w, signs)
-        qx, qw = ufp4.fake_quantize(x, fmt), ufp4.fake_quantize(r, fmt)
-        slopes.append(slope(qx, x)[0] * slope(qw, r)[0])
-        exact, approx = exact @ w.T, qx @ qw.T
-        found.append((slope(approx, exact)[0], math.prod(slopes)))
-    return found
-
 def bench_bias(args):
     g, shape = torch.Generator().manual_seed(0), (8192, 512)
     x, gate, up = (torch.randn(shape, generator=g) for _ in range(3))
@@ -966,26 +947,7 @@ def bench_bias(args):
             rows[-1] += ["{:.4f} ± {:.4f}".format(alpha, 2 * error) for alpha, error
                          in (slope(nearest, v), slope(noisy, v))]
             rows[-1].append(f"{sqnr(nearest, v):.2f}")
-    finish("bias", {"bias": rows}, {"chain": {f: chain(f) for f in GRIDS}})
-
-def draw_bias(fig, results):
-    """The signal after many quantized GEMMs."""
-    ax, findings = fig.subplots(), []
-    for fmt, chain in results["chain"].items():
-        name, (signal, product) = fmt.upper(), zip(*chain)
-        gemms = range(1, 1 + len(signal))
-        ax.plot(gemms, signal, color=COLORS[name], lw=4, label=f"{name}, measured")
-        ax.plot(gemms, product, "--", color="black", lw=1.2)
-        ax.annotate(f"{signal[-1]:.2f}", (len(signal), signal[-1]), (4, 0),
-                    textcoords="offset points", va="center", color=COLORS[name])
-        change = signal[-1] - 1
-        verb = "loses" if change < 0 else "gains"
-        findings.append(f"{name} {verb} {abs(change):.0%}")
-    ax.axhline(1, color="black", lw=0.8)
-    ax.set(xlabel="quantized GEMMs in a row (dashed: product of the slopes alpha)",
-           ylabel="signal left (1 = all)", ylim=(0, None), xlim=(0, None),
-           title=f"In {len(gemms)} GEMMs without norms " + ", ".join(findings))
-    ax.legend(loc="lower left")
+    finish("bias", {"bias": rows})
 
 # ---- sqnr: does the RHT change the preferred grid? (the paper's Q1) ----
 
@@ -1065,11 +1027,11 @@ def bench_sqnr(args):
     rows.append(["X, fprop of fc2, the paper", "21.90", "19.94 (0.56)", "20.00",
                  "23.19 (0.97)"])
     finish("sqnr", {"sqnr": rows}, {"run": s.out, "medians": medians})
+    figure(results_go_to / "sqnr.png", (10, 6), draw_sqnr, medians)
 
-def draw_sqnr(fig, results):
+def draw_sqnr(fig, medians):
     """The decibels that the RHT adds: a panel a grid, a line a kind of layer, a column
     an operand or the result of a GEMM."""
-    medians = results["medians"]
     whats, kinds = (list(dict.fromkeys(of)) for of in
                     zip(*(name.split(" of ") for name in medians)))
     for grid, (ax, fmt) in enumerate(zip(fig.subplots(2, 1, sharex=True), GRIDS)):
@@ -1469,12 +1431,6 @@ def bench_plan(args):
         seconds += (flops - quantized) / peaks["bf16"]
         print(f"at most {gpus * 1e12 / seconds:,.0f} tokens/s on {gpu}, path {path} "
               f"({arch})")
-
-DRAWN = {"bias": ((6.5, 4), draw_bias), "sqnr": ((10, 6), draw_sqnr)}
-
-def draw(name, folder, results):
-    size, function = DRAWN[name]
-    figure(folder / f"{name}.png", size, function, results)
 
 def import_file(path):
     """Run a file of recipes. Returns the names in RECIPES that it has set."""
