@@ -363,8 +363,10 @@ class Job:
         self.whole = row == "bf16" or row.startswith("lr-") or row.endswith("-scratch")
         self.first = 0 if self.whole else branch
         self.steps = s.steps - self.first               # its own
-        # It validates once, at the end, on the whole text
+        # It validates once, at the end: on the whole text, and in `quick` on a quarter
         windows = (len(read_tokens(prepare(s.data).val[0])) - 1) // s.seq_len
+        if "quick" in args.studies:
+            windows = max(1, windows // 4)
         self.more = [*f"--sample 0 --eval-interval 1000000 --eval-windows {windows} "
                      f"--save-interval {branch} --out".split(), str(self.folder)]
 
@@ -790,22 +792,26 @@ def draw_two_by_two(fig, results, model):
     """Four loss errors with their intervals: a line for each grid, from the RHT on
     wgrad alone to the RHT on all three GEMMs."""
     ax = fig.subplots()
+    base, *others = (results.contrast({(model, row): 100})[0]
+                     for row in sum(TWO_BY_TWO.values(), ()))
+    rotation, grid, both = (other - base for other in others)
     for (fmt, pair), shift in zip(TWO_BY_TWO.items(), (0.02, -0.02)):
         means, halves = zip(*(results.contrast({(model, row): 100}) for row in pair))
-        look = {"color": COLORS[fmt], "textcoords": "offset points", "va": "center"}
+        look = {"color": COLORS[fmt], "textcoords": "offset points"}
         # Shifted, so that no bar hides another
         ax.errorbar((shift, 1 + shift), means, yerr=[half or 0 for half in halves],
                     fmt="o-", color=COLORS[fmt], lw=2.5, ms=8, capsize=5)
+        # At the left the label of the upper point is above, the other below
+        above = (fmt == "E1M2") == (grid > 0)
         for at, mean, row, side in zip((0, 1), means, pair, ("right", "left")):
             name = f"\n{row}" if row in ("e2m1", "ufp4") else ""
             ax.annotate(f"{mean:.2f}{name}", (at, mean), (14 * (2 * at - 1), 0),
-                        ha=side, fontweight="bold", **look)
+                        ha=side, fontweight="bold", **look,
+                        va="center" if at else "bottom" if above else "top")
         rises = means[1] > means[0]
-        ax.annotate(fmt, (0.7, 0.3 * means[0] + 0.7 * means[1]),
-                    (-9 if rises else 9, 8), ha="right" if rises else "left", **look)
-    base, *others = (results.contrast({(model, row): 1})[0]
-                     for row in sum(TWO_BY_TWO.values(), ()))
-    rotation, grid, both = (other - base for other in others)
+        ax.annotate(fmt, (0.7, 0.3 * means[0] + 0.7 * means[1]), va="center",
+                    xytext=(-9 if rises else 9, 8), ha="right" if rises else "left",
+                    **look)
     if both < 0 < min(rotation, grid):
         fig.suptitle("Training: neither uniform grid nor\n"
                      "rotation helps alone; the pair does")
@@ -1496,7 +1502,8 @@ def main(argv=None):
             return train.main(args.train)
         if args.command == "study" and args.record and (args.train or args.file):
             raise ValueError("--record takes no --with and no flags of train.py")
-        label = re.sub(r"\W+", "-", " ".join(args.train)).strip("-")
+        quick = ["quick"] if "quick" in getattr(args, "studies", ()) else []
+        label = re.sub(r"\W+", "-", " ".join(quick + args.train)).strip("-")
         args.runs = OUT / (label or "runs")
         globals()[f"bench_{args.command}"](args)
     except (ValueError, OSError) as e:

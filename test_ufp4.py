@@ -2378,7 +2378,7 @@ def test_bench_a_study_of_ones_own_recipe_end_to_end(
 
     # The loss on the whole text once more: a branch that goes on in BF16
     val = prepare.read_tokens(prepare.prepare(str(text)).val[0]).astype(np.int64)
-    count, losses = (len(val) - 1) // 32, []
+    count, losses = (len(val) - 1) // 32 // 4, []           # a quarter of the text
     s = train.parse_args([*command[7:], "--recipe", "bf16", "--sample", "0",
                           "--branch", str(next(bench.OUT.rglob("ckpt-*"))),
                           "--out", str(elsewhere / "again"),
