@@ -576,7 +576,7 @@ def table(results, head, lines):
     """Rows of text, but for empty rows and columns. Weights become a cell."""
     rows = [[results.cell(cell) if isinstance(cell, dict) else cell for cell in line]
             for line in lines]
-    rows = [head, *(row for row in rows if any(row[1:]))]
+    rows = [head, *(row for row in rows if any(row[2:]))]
     columns = [column for column in zip(*rows) if any(column[1:])]
     return [list(row) for row in zip(*columns)]
 
@@ -609,46 +609,48 @@ def groups_of(results, studies, rows):
             found.append((study, models, groups or {"": STUDIES[study][models[0]]}))
     return found
 
-def rows_table(results, models, groups):
-    """A line a row; then effects, how far ufp4 is below e2m1, and how the loss error
-    goes with the noise of fprop. For each model three columns, for one alone a fourth
-    with the slope of fprop."""
-    one, head, lines = len(models) == 1, ["", "row"], []
-    rows = sum(groups.values(), ())
-    fprop = {model: {row: of for row, of in results.fprop(model).items() if row in rows}
-             for model in models}
-
-    def line(label, row, cells, last=""):
-        """cells(model) -> loss error, extra loss, noise, slope"""
-        lines.append([label, row, *sum((cells(m)[:3 + one] for m in models), []), last])
-
-    for model in models:
-        head += [f"`{model}`: loss error, % (seeds)", "minus `ufp4`, %",
-                 "noise of fprop, %", "slope of fprop"][:3 + one]
-    for group, names in groups.items():
-        for row in names:
-            def cells(model):
-                slope, noise, _ = fprop[model].get(row, [math.nan] * 3)
-                minus = on(model, {row: 1, "ufp4": -1}) if row != "ufp4" else ""
-                found = [{(model, row): 1}, minus, f"{100 * noise:.3f}", f"{slope:.4f}"]
-                return found if (model, row) in results.errors else [""] * 4
-            line(group, f"`{row}`", cells, PAPER.get(row, ""))
+def columns_of(results, model, rows):
+    """{row or effect: [loss error, minus ufp4, noise of fprop, slope of fprop]} of a
+    model, and how noise and slope go with the loss error."""
+    found, fprop = {}, results.fprop(model)
+    for row in rows:
+        if (model, row) in results.errors:
+            found[row] = [{(model, row): 1}, on(model, {row: 1, "ufp4": -1}), "", ""]
+        if row in fprop:
+            slope, noise, _ = fprop[row]
+            found[row][2:] = f"{100 * noise:.3f}", f"{slope:.4f}"
+    if "ufp4" in found:
+        found["ufp4"][1] = ""
     for name, effect in EFFECTS.items():
-        if set(effect) <= {*rows, "e2m1-scratch", "ufp4-scratch"}:
-            line(name, "", lambda model: ["", on(model, effect), "", ""])
-    line("`ufp4` smaller than `e2m1` by, %", "",
-         lambda model: [text(results.reduction([model]), 0), "", "", ""])
+        if set(effect) <= set(rows):
+            found[name] = ["", on(model, effect), "", ""]
+    found["`ufp4` smaller than `e2m1` by, %"] = [
+        text(results.reduction([model]), 0), "", "", ""]
     for note, left_out in (("", ()), (" without powers of two", ("ufp4-mx", "mxfp4"))):
         # Rows that round alike, as ufp4 and ufp4-int4 do, are one point
-        def correlations(model):
-            points = {of for row, of in fprop[model].items() if row not in left_out}
-            if len(points) < 5:
-                return [""] * 4
+        points = {fprop[row] for row in rows if row in fprop and row not in left_out}
+        if len(points) > 4 and set(left_out) <= set(rows):
             slopes, noises, errors = zip(*points)
-            return ["", "", *(f"{statistics.correlation(v, errors):.2f}, over "
-                              f"{len(points)}" for v in (noises, slopes))]
-        if set(left_out) <= set(rows):
-            line(f"correlation with loss error{note}", "", correlations)
+            found[f"correlation with loss error{note}"] = ["", "", *(
+                f"{statistics.correlation(values, errors):.2f}, over {len(points)}"
+                for values in (noises, slopes))]
+    return found
+
+def rows_table(results, models, groups):
+    """A line a row and then an effect, four columns a model. With several models the
+    slopes are left out."""
+    group_of = {row: group for group, rows in groups.items() for row in rows}
+    columns = [columns_of(results, model, group_of) for model in models]
+    count = 4 if len(models) == 1 else 3
+    head, lines = ["row", ""], []
+    for model in models:
+        head += [f"`{model}`: loss error, % (seeds)", "minus `ufp4`, %",
+                 "noise of fprop, %", "slope of fprop"][:count]
+    for label in dict.fromkeys(itertools.chain(group_of, *columns)):
+        cells = [of.get(label, [""] * 4)[:count] for of in columns]
+        name = f"`{label}`" if label in group_of else label
+        lines.append([name, group_of.get(label, ""), *sum(cells, []),
+                      PAPER.get(label, "")])
     return table(results, [*head, "the paper, minus `ufp4`"], lines)
 
 def sizes_of(results, study):
