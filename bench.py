@@ -250,7 +250,7 @@ for one in GEMMS:
 
 # ---- Studies as data: models, rows, and which rows on which models ----
 
-def model(preset, layers, dim, heads, hidden, steps):
+def sized(preset, layers, dim, heads, hidden, steps):
     """Flags of train.py for a model. The learning rate falls with the square root of
     the width."""
     lr = 3e-3 * (128 / dim) ** 0.5
@@ -259,16 +259,16 @@ def model(preset, layers, dim, heads, hidden, steps):
 
 # By kind, and by how many parameters a token uses. They read 20 bytes per parameter
 MODELS = {"nano": ["--model", "nano"],
-          "dense-0.1m": model("nano", 2, 64, 2, 176, 1303),
-          "dense-0.3m": model("nano", 2, 96, 3, 256, 2645),
-          "dense-0.9m": model("nano", 4, 128, 4, 352, 8491),
-          "moe-0.3m": model("nano-moe", 2, 96, 3, 64, 2675)}
+          "dense-0.1m": sized("nano", 2, 64, 2, 176, 1303),
+          "dense-0.3m": sized("nano", 2, 96, 3, 256, 2645),
+          "dense-0.9m": sized("nano", 4, 128, 4, 352, 8491),
+          "moe-0.3m": sized("nano-moe", 2, 96, 3, 64, 2675)}
 # The same with 2, 6 and 60 bytes per parameter
 for length, steps in ((2, 264), (6, 793), (60, 7934)):
-    MODELS[f"dense-0.3m-{length}"] = model("nano", 2, 96, 3, 256, steps)
+    MODELS[f"dense-0.3m-{length}"] = sized("nano", 2, 96, 3, 256, steps)
 # By the number of blocks. All read the same text
 for blocks in (2, 4, 8, 16, 32):
-    MODELS[f"depth-{blocks}"] = model("nano", blocks, 64, 2, 176, 800)
+    MODELS[f"depth-{blocks}"] = sized("nano", blocks, 64, 2, 176, 800)
 
 # A row of a table: its name, and what train.py is told. A recipe's own name needs none
 ROWS = {"ufp4-rht-none": "--recipe ufp4 --rht none",
@@ -889,7 +889,7 @@ def bench_study(args):
         add_to_records(records)
         return bench_readme(args)
     results = Results(records)
-    if args.studies == ["quick"] and not args.train:
+    if args.studies == ["quick"] and args.seeds in (None, 1) and not args.train:
         results.scatter = Results(read("runs")).find_scatter("nano")
     for rows in tables_of(results, *shown).values():
         print_table(rows)
@@ -1173,7 +1173,7 @@ def draw_runs(fig, runs):
     """Losses above, and below them the loss error of each run, both over the steps. A
     format has a colour, its recipes have different lines, and seeds look alike."""
     above, below = fig.subplots(2, 1, sharex=True)
-    looks, used, seen = {}, collections.Counter(), []
+    looks, used, seen, highest = {}, collections.Counter(), [], 0
     for run in runs:
         new = run.label not in looks
         if new:
@@ -1188,10 +1188,11 @@ def draw_runs(fig, runs):
         below.plot(errors.keys(), [100 * error for error in errors.values()], **look)
         above.plot(trained.keys(), trained.values(), lw=0.6, alpha=0.4,
                    color=COLORS[run.kind])
-        seen += losses.values()
-    if seen:                            # the first training losses would be far above
-        margin = 0.3 * (max(seen) - min(seen)) or 0.1
-        above.set_ylim(min(seen) - margin, max(seen) + margin)
+        seen += [*losses.values(), *trained.values()]
+        highest = max([highest, *losses.values()])
+    if highest:                         # the first training losses would be far above
+        margin = 0.1 * (highest - min(seen)) or 0.1
+        above.set_ylim(min(seen) - margin, highest + margin)
     above.set(ylabel="loss, nats a token",
               title="validation loss (thin: training loss)")
     below.axhline(0, color="black", lw=0.8, zorder=0)
