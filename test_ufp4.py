@@ -1835,7 +1835,7 @@ def test_train_compiles_a_block_of_each_kind_once_also_to_rematerialize(
             model(tokens, tokens).backward()
             found.append([p.grad for p in model.parameters()])
             torch.manual_seed(0)
-            found.append(train.noise(model, tokens))
+            found.append(ufp4.noise(model, tokens))
             model(tokens, tokens).backward()        # still compiled, and no new graph
     assert len(graphs) == 2
     assert found[1] == found[3] and all(name.startswith("blocks.") for name in found[1])
@@ -2200,7 +2200,7 @@ def test_train_noise_report_is_the_split_of_each_output(settings):
         for name, m in layers.items():
             keep = lambda m, x, y, name=name: seen.update({name: (x, y)})
             hooks.append(m.register_forward_hook(keep))
-        report = train.noise(model, tokens)
+        report = ufp4.noise(model, tokens)
         expected = {}
         for name, ((x, *offsets), y) in seen.items():
             w, x, y = (layers[name].weight.double(), x.double().flatten(0, -2),
@@ -2223,7 +2223,7 @@ def test_train_noise_report_is_the_split_of_each_output(settings):
         line = train.validate(model, val, s)            # what the log has of it
         first = np.stack([val[i:i + 32] for i in (0, 83, 167)]).astype(np.int64)
         first = torch.from_numpy(first)
-        noises, slopes = zip(*train.noise(model, first).values())
+        noises, slopes = zip(*ufp4.noise(model, first).values())
         assert line["noise"] == pytest.approx(np.mean(noises))
         assert line["slope"] == pytest.approx(np.mean(slopes))
         assert line["worst_noise"] == max(noises)
@@ -2233,7 +2233,7 @@ def test_train_noise_report_is_the_split_of_each_output(settings):
         assert not any(m.load.any()
                        for m in model.modules() if isinstance(m, train.MoE))
         bf16 = train.GPT(s, RECIPES["bf16"], 256)
-        assert train.noise(bf16, tokens) == {}
+        assert ufp4.noise(bf16, tokens) == {}
         assert list(train.validate(bf16, val, s)) == ["val_loss"]
 
 def test_train_looking_at_a_run_changes_nothing_in_it(settings, tmp_path):
@@ -2710,273 +2710,333 @@ def test_bench_another_format_reaches_its_gemm_alone(gemm):
     # And it is that format there.
     assert torch.equal(ours[gemm], products("e2m1-full-rht")[gemm])
 
-def test_bench_every_recipe_is_another_and_fits_its_models():
-    recipes = []
-    for groups in bench.GROUPS.values():
-        for names in groups.values():
-            recipes += names
+def test_bench_every_row_is_another_and_fits_its_models():
     plain = products("ufp4")
-    for recipe in set(recipes) - {"ufp4", "ufp4-int4"}:
-        ours = products(recipe)
-        assert any(not torch.equal(plain[g], v) for g, v in ours.items()), recipe
-    cases = [("nano", r) for r in recipes] + [(m, "e2m1") for m in bench.MODELS]
-    for model, recipe in cases:
-        s = train.parse_args([*bench.MODELS[model], "--recipe", recipe,
-                              "--device", "cpu"])
-        # This raises if a layer has no whole blocks.
-        with torch.device("meta"):
-            gpt = train.GPT(s, train.make_recipe(s), prepare.vocabulary(s.data))
-        if model in bench.STUDIES["scaling"]:           # as named, 20 bytes a parameter
-            millions, active = model.split("-")[1], train.counts(gpt, s)[1]
-            assert float(f"{active / 1e6:.1g}") == float(millions[:-1])
-            assert abs(s.steps * s.batch_size * s.seq_len / active - 20) < 0.02
+    for study in bench.STUDIES.values():
+        for model, rows in study.items():
+            for row in rows:
+                s = train.parse_args([*bench.MODELS[model], *bench.row_flags(row),
+                                      "--device", "cpu"])
+                recipe = train.make_recipe(s)
+                # This raises if a layer has no whole blocks
+                with torch.device("meta"):
+                    gpt = train.GPT(s, recipe, prepare.vocabulary(s.data))
+                if row not in ("ufp4", "ufp4-int4", "ufp4-scratch"):
+                    ours = products(recipe)
+                    assert any(not torch.equal(plain[g], ours[g]) for g in GEMMS), row
+            if model in bench.STUDIES["scaling"]:       # as named, 20 bytes each
+                active = train.counts(gpt, s)[1]
+                assert f"{active / 1e6:.1g}m" == model.split("-")[1]
+                assert abs(s.steps * s.batch_size * s.seq_len / active - 20) < 0.02
+    kinds = {row: bench.kind_of_row(row) for row in ("bf16", "ufp4-int4", "nvfp4",
+                                                     "mixfp4", "ufp4-wgrad-in-e2m1")}
+    assert list(kinds.values()) == ["BF16", "E1M2", "E2M1"] + 2 * ["E1M2 and E2M1"]
+    odd = Recipe("odd", ufp4.Format("odd", (0.0, 1.0, 2.0)))
+    assert bench.kind_of(odd) == "other"
 
-def run(model, recipe, seed, loss, bf16):
-    return {"model": model, "recipe": recipe, "seed": seed,
-            "val_loss": loss, "bf16_val_loss": bf16,
-            "estimator": "scratch" if recipe == "bf16" else "branched"}
+def results(errors, model="m"):
+    """Runs with these {row: loss errors by seed}; None diverged."""
+    return [{"model": model, "row": row, "seed": seed, "bf16": 2.0,
+             "loss": None if error is None else 2.0 * (1 + error)}
+            for row, of in errors.items() for seed, error in enumerate(of)]
+
+def of(*runs):
+    return bench.Results({"models": {}, "runs": sum(runs, [])})
 
 def test_bench_loss_errors_are_paired_by_seed_and_signed():
-    runs = [run("nano", name, s, 1.0 + e, 1.0) for name, errors in {
-        "a": (0.01, 0.05, 0.03), "b": (0.02, 0.08), "ufp4": (0.1, -0.1)}.items()
-        for s, e in enumerate(errors)]
-    runs += [run("nano", "e2m1", 0, None, 2.0), run("nano", "e2m1", 1, 1.2, 1.0)]
-    assert bench.errors_of(runs, "nano", "e2m1") == pytest.approx({0: math.inf, 1: 0.2})
-    assert bench.cell(runs, "nano", "ufp4") == "0.00 ± 127.10 (2)"
-    assert bench.cell(runs, "nano", "e2m1") == "inf (2)"        # one of them diverged
-    assert bench.cell(runs, "nano", "nvfp4") == ""
-    assert bench.settled(runs, "nano", {"nvfp4": 1, "a": -1}) == ["", "", ""]
-    less, *_ = bench.settled(runs, "nano", {"b": 1, "a": -1})
-    assert less == "2.00 ± 12.71"                       # over the seeds of both
-    assert bench.contrast(runs, "nano", {"a": 0.5, "b": 0.5})[0] == pytest.approx(0.04)
-    assert bench.contrast(runs, "nano", {"a": 1, "none such": -1}) is None
+    r = of(results({"a": (0.01, 0.05, 0.03), "b": (0.02, 0.08), "c": (None, 0.2)}))
+    assert r.errors["m", "c"] == pytest.approx({0: INF, 1: 0.2})
+    assert r.cell({("m", "b"): 1}) == "5.00 ± 38.13 (2)"
+    assert r.cell({("m", "c"): 1}) == "inf (2)"
+    assert r.cell({("m", "none such"): 1}) == ""
+    mean, half = r.contrast(bench.on("m", {"b": 1, "a": -1}))     # over seeds 0 and 1
+    assert (mean, half) == pytest.approx((0.02, 12.71 * 0.01))
+    assert r.contrast(bench.on("m", {"a": 1, "none such": -1})) is None
     # t(3, 0.975) = 3.182, s = sqrt(5/3)
     mean, half = bench.interval([1.0, 2.0, 3.0, 4.0])
     assert mean == 2.5 and half == pytest.approx(3.182 * math.sqrt(5 / 3 / 4))
 
-def test_bench_the_error_of_the_text_is_that_of_the_pieces_means_over_seeds():
-    g = np.random.default_rng(0)
-    losses = 1 + 0.1 * g.standard_normal((3, 2, 64))    # bf16, a, b; two seeds; pieces
-    runs = [run("nano", name, seed, losses[i, seed].mean(), losses[0, seed].mean())
-            | {"pieces": losses[i, seed].tolist()}
-            for i, name in enumerate(("bf16", "a", "b")) for seed in range(2)]
-    runs.append(run("nano", "a", 2, None, 1.0))         # a seed that not all have
-    errors = [losses[1, s] / losses[0, s].mean() - losses[2, s] / losses[0, s].mean()
-              for s in range(2)]
-    pieces = (errors[0] + errors[1]) / 2
-    expected = 1.96 * math.sqrt(((pieces - pieces.mean()) ** 2).sum() / 63 / 64)
-    found = bench.sums_of_pieces(runs, "nano", {"a": 1, "b": -1})
-    assert bench.text_error(found) == pytest.approx(expected)
-    assert bench.sums_of_pieces(runs, "nano", {"a": 1, "c": -1}) is None
-    for shift, yes in ((10 * expected, "yes"), (0, "no")):      # both errors count
-        moved = [dict(r) for r in runs[:6]]
-        for r in moved:
-            if r["recipe"] == "a":
-                r["val_loss"] = moved[r["seed"]]["val_loss"] * (1 + shift)
-            if r["recipe"] == "b":
-                r["val_loss"] = moved[r["seed"]]["val_loss"] * (1 + r["seed"] * 1e-9)
-        assert bench.settled(moved, "nano", {"a": 1, "b": -1})[2] == yes
-
 def test_bench_the_growth_for_each_doubling_is_the_slope_of_a_line():
     """Over two seeds and three sizes. numpy's own fit is the oracle."""
-    g = np.random.default_rng(0)
-    sizes, losses = {"a2": 2, "a4": 4, "a16": 16}, {}
-    runs = []
-    for name in sizes:
-        bf16 = 1 + 0.1 * g.standard_normal(64)
-        for seed in range(2):
-            pieces = 1 + 0.1 * g.standard_normal(64)
-            losses[name, seed] = 100 * (pieces - bf16) / bf16.mean()
-            for recipe, of in (("bf16", bf16), ("a", pieces)):
-                runs.append(run(name, recipe, seed, of.mean(), bf16.mean())
-                            | {"pieces": of.tolist()})
-    runs.append(run("a2", "a", 2, 5.0, 1.0))            # not in all models
+    sizes, errors = {"m2": 2, "m4": 4, "m16": 16}, torch.randn(3, 3, generator=gen())
+    r = of(*(results({"a": e.tolist(), "b": [0.0, 0.5]}, m)
+             for m, e in zip(sizes, errors)))
+    slopes = [np.polyfit([1, 2, 4], errors[:, seed] - 0.5 * seed, 1)[0]
+              for seed in range(2)]                 # the third seed has no b
+    mean, half = r.contrast(bench.doubling(sizes, {"a": 1, "b": -1}))
+    assert mean == pytest.approx(np.mean(slopes))
+    assert half == pytest.approx(12.71 * np.std(slopes, ddof=1) / math.sqrt(2))
 
-    def slope(values):
-        return np.polyfit([1, 2, 4], values, 1)[0]      # 2, 4 and 16 are 2^1, 2^2, 2^4
-
-    slopes = [slope([losses[name, seed].mean() for name in sizes]) for seed in range(2)]
-    half = 12.71 * np.std(slopes, ddof=1) / math.sqrt(2)        # t(1, 0.975)
-    means = [(losses[name, 0] + losses[name, 1]) / 2 for name in sizes]
-    of_text = 1.96 * np.std([slope(of) for of in zip(*means)], ddof=1) / 8
-    assert bench.per_doubling(runs, sizes, {"a": 1}) == [
-        f"{np.mean(slopes):.2f} ± {half:.2f}", f"{of_text:.2f}", "no"]
-    assert bench.per_doubling(runs, {**sizes, "a32": 32}, {"a": 1}) == ["", "", ""]
+def test_bench_one_seed_has_the_interval_that_the_records_foretell():
+    """Of 400 seeds, each with its own error that all rows share, 95% of the intervals
+    of a difference hold the true one, and of a difference of differences, too."""
+    rows = {"ufp4": 0.01, "a": 0.02, "b": 0.02, "c": 0.04}
+    noise = 0.001 * torch.randn(5, 400, generator=gen())
+    drawn = {row: (error + noise[i] + noise[4]).tolist()
+             for i, (row, error) in enumerate(rows.items())}
+    scatter = of(results(drawn)).find_scatter("m")
+    assert scatter == pytest.approx(0.001, rel=0.1)
+    for weights, true in (({"a": 1, "ufp4": -1}, 0.01),
+                          ({"c": 1, "b": -1, "a": -1, "ufp4": 1}, 0.01)):
+        held = 0
+        for seed in range(400):
+            one = of(results({row: e[seed:seed + 1] for row, e in drawn.items()}))
+            assert one.contrast(bench.on("m", weights))[1] is None
+            one.scatter = scatter
+            mean, half = one.contrast(bench.on("m", weights))
+            held += abs(mean - true) < half
+        assert abs(held - 380) < 3.5 * math.sqrt(400 * 0.95 * 0.05)
 
 def test_bench_the_reduction_and_the_coverage_of_its_interval():
     """Of 400 draws of 10 seeds, in which two models' reductions have a part in common,
     95% hold the true one, give or take 3.5 standard deviations of that count."""
-    def runs(e2m1, ufp4, model="nano"):
-        return [run(model, recipe, s, 1 + e, 1.0) for recipe, errors in
-                (("e2m1", e2m1), ("ufp4", ufp4)) for s, e in enumerate(errors)]
+    def runs(e2m1, ours, model="m"):
+        return results({"e2m1": e2m1, "ufp4": ours}, model)
 
     by_a_fifth = runs([0.01, 0.03], [0.008, 0.024])
-    assert bench.reduction(by_a_fifth, ["nano"]) == pytest.approx((0.2, 0))
-    assert bench.reduction(runs([0.01, 0.03], [0.01, math.inf]), ["nano"]) is None
+    assert of(by_a_fifth).reduction(["m"]) == pytest.approx((0.2, 0))
+    assert of(runs([0.01, 0.03], [0.01, None])).reduction(["m"]) is None
     # Only seed 0 is there for both models.
-    uneven = runs([0.01, 0.03], [0.008, 0.03]) + runs([0.01], [0.006], "nano-moe")
-    assert bench.reduction(uneven, ["nano", "nano-moe"]) == (pytest.approx(0.3), None)
+    uneven = runs([0.01, 0.03], [0.008, 0.03]) + runs([0.01], [0.006], "n")
+    assert of(uneven).reduction(["m", "n"]) == (pytest.approx(0.3), None)
     g, held = gen(), 0
     for _ in range(400):
         common, drawn = 0.001 * torch.randn(10, generator=g), []
-        for model in ("nano", "nano-moe"):
+        for model in ("m", "n"):
             e2m1 = 0.01 + 0.001 * torch.randn(10, generator=g)
             better = 0.8 * e2m1 + common + 0.001 * torch.randn(10, generator=g)
             drawn += runs(e2m1.tolist(), better.tolist(), model)
-        part, half = bench.reduction(drawn, ["nano", "nano-moe"])
+        part, half = of(drawn).reduction(["m", "n"])
         held += abs(part - 0.2) < half
     assert abs(held - 380) < 3.5 * math.sqrt(400 * 0.95 * 0.05)
-
-def test_bench_bf16_by_float32_rounds_exact_products_once(monkeypatch):
-    monkeypatch.setattr(F, "linear", F.linear)          # to be restored
-    monkeypatch.setattr(F, "grouped_mm", F.grouped_mm)
-    monkeypatch.setattr(F, "scaled_dot_product_attention",
-                        F.scaled_dot_product_attention)
-    bench.bf16_by_float32()
-    x, w, dy = torch.randn(3, 64, 64).bfloat16()
-    leaves = [t.float().requires_grad_() for t in (x, w)]
-    with torch.autocast("cpu", torch.bfloat16):
-        y = F.linear(*leaves)
-    y.backward(dy)
-    x, w, dy = x.double(), w.double(), dy.double()
-    for got, exact in ((y, x @ w.T), (leaves[0].grad, dy @ w),
-                       (leaves[1].grad, dy.T @ x)):
-        off = (got.detach().double() - exact.bfloat16().double()).abs()
-        assert (off <= 2.0**-7 * exact.abs()).all() and (off == 0).float().mean() > 0.99
-    assert (y.dtype == torch.bfloat16
-            and F.linear(x.float(), w.float()).dtype == torch.float32)
 
 def test_bench_plan_has_the_papers_sizes_and_refuses_what_cannot_be(capsys):
     bench.main("plan --model moe-124b --recipe ufp4-e4m3 --gpus 256 --remat".split())
     said = capsys.readouterr().out
     total, active = map(float, re.findall(r"([.\d]+)B (?:parameters|active)", said))
     assert (round(total, 1), round(active, 2)) == (123.6, 5.11)
-    with pytest.raises(SystemExit, match="in_features = 40"):
-        bench.main("plan --dim 40 --data shakespeare".split())
+    bench.main(["plan"])
+    assert "1 GPU:" in capsys.readouterr().out
+    # What train.py refuses, and what it would refuse under torchrun
+    for flags, why in (("--dim 40 --data shakespeare", "in_features = 40"),
+                       ("--dim x", "dim.*'x'"), ("--gpus 3", "multiple of 3")):
+        with pytest.raises(SystemExit, match=f"bench.py: .*{why}"):
+            bench.main(["plan", *flags.split()])
 
-def test_bench_a_study_end_to_end(tmp_path, monkeypatch):
-    removed = []
-    monkeypatch.setattr(bench, "RESULTS", tmp_path)
-    monkeypatch.setattr(bench.shutil, "rmtree",
-                        lambda path, **how: removed.append(path))
-    text = tmp_path / "text.txt"
-    text.write_text("".join(chr(97 + i * i % 23) for i in range(40_000)))
-    tiny = ("--layers 1 --dim 32 --heads 2 --hidden 32 --seq-len 16 --batch-size 2 "
-            f"--steps 6 --log-interval 1 --dtype float32 --data {text}").split()
-    args = argparse.Namespace(name="runs", jobs=1, runs=tmp_path / "runs", train=tiny)
-    job = {"model": "nano", "recipe": "e2m1-debiased", "seed": 0,
-           "estimator": "branched"}
-    results = bench.train_all(args, [job])
-    bf16, r = results["runs"]
-    assert results == json.loads((tmp_path / "runs.json").read_text())
-    assert removed[-2:] == [bench.folder(args, job), bench.folder(args, bf16)]
-    log = train.read_log(bench.folder(args, job) / "log.jsonl")
-    assert log[1]["step"] == 5                          # the last third of 6 steps
-    assert bf16["recipe"] == "bf16" and r["bf16_val_loss"] == bf16["val_loss"]
-    assert (r["slope"], r["noise"]) == (log[-1]["slope"], log[-1]["noise"])
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """out/bench, the records and the pages, in tmp_path."""
+    for name, path in (("OUT", tmp_path / "bench"), ("RECORDS", tmp_path / "records")):
+        monkeypatch.setattr(bench, name, path)
+    shutil.copytree(HERE / "data/results", bench.RECORDS)
+    shutil.copy(HERE / "README.md", tmp_path)
+    pages = tmp_path / "README.md", bench.RECORDS / "README.md"
+    monkeypatch.setattr(bench, "PAGES", pages)
+    return tmp_path
 
-    # The loss on the whole text, once more: every window that does not overlap
-    s, dataset, model = bench.load_model(
-        [*bench.MODELS["nano"], *tiny, "--recipe", "bf16"],
-        bench.milestones(args, job)[1])
-    val = prepare.read_tokens(dataset.val[0]).astype(np.int64)
-    count = (len(val) - 1) // 16
-    losses = []
-    for n in range(count):
-        window = torch.from_numpy(val[16 * n:16 * n + 17])
+def tree(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+EXPERIMENT = '''
+import torch, train, ufp4
+
+class Noisy(ufp4.Quantizer):
+    def __call__(self, x, rand=None):
+        q = super().__call__(x, rand)
+        return q + 0.04 * q.square().mean().sqrt() * torch.randn_like(q)
+
+class NoisyFprop(ufp4.Recipe):
+    def quantizer(self, operand, gemm):
+        q = super().quantizer(operand, gemm)
+        return Noisy(**vars(q)) if gemm == "fprop" else q
+
+ufp4.RECIPES["noisy"] = NoisyFprop("noisy", rht=ufp4.GEMMS, sr=("dy",))
+'''
+
+def test_bench_a_study_of_ones_own_recipe_end_to_end(
+        elsewhere, text, capsys, monkeypatch):
+    monkeypatch.setitem(RECIPES, "noisy", None)             # to be removed again
+    del RECIPES["noisy"]
+    mine, before = elsewhere / "mine.py", tree(bench.RECORDS)
+    mine.write_text(EXPERIMENT)
+    command = ["study", "quick", "--with", str(mine), "--rows", "ufp4", "noisy",
+               "--data", str(text), *("--layers 1 --dim 32 --heads 2 --hidden 32 "
+               "--seq-len 32 --batch-size 2 --steps 30 --lr 0.02").split()]
+    bench.main(command)
+    said = capsys.readouterr().out
+    folders = {path.parent.name.split("-")[1]: path.parent
+               for path in bench.OUT.rglob("result.json")}
+    found = {row: json.loads((path / "result.json").read_text())
+             for row, path in folders.items()}
+    assert set(found) == {"bf16", "ufp4", "noisy"} and tree(bench.RECORDS) == before
+    assert "quick-nano.png" in said and any(bench.OUT.rglob("quick-nano.png"))
+    for row in ("ufp4", "noisy"):
+        error = found[row]["loss"] / found["bf16"]["loss"] - 1
+        line, = (line for line in said.splitlines() if line.startswith(f"`{row}`"))
+        assert line.split()[1:3] == [f"{100 * error:.2f}", "(1)"] and abs(error) > 1e-4
+        first, *lines = train.read_log(folders[row] / "log.jsonl")
+        assert [line["step"] for line in lines] == [30]     # of which ten are its own
+        assert "ckpt-0000020" in first["settings"]["branch"]
+    assert found["noisy"]["noise"] > found["ufp4"]["noise"]
+    # Where the rows branch is kept, the rest is not
+    assert [path.name for path in bench.OUT.rglob("ckpt-*")] == ["ckpt-0000020"]
+
+    # The loss on the whole text once more: a branch that goes on in BF16
+    val = prepare.read_tokens(prepare.prepare(str(text)).val[0]).astype(np.int64)
+    count, losses = (len(val) - 1) // 32 // 4, []           # a quarter of the text
+    s = train.parse_args([*command[7:], "--recipe", "bf16", "--sample", "0",
+                          "--branch", str(next(bench.OUT.rglob("ckpt-*"))),
+                          "--out", str(elsewhere / "again"),
+                          "--eval-windows", str(count)])
+    train.train(s)
+    model, _ = train.build(s, RECIPES["bf16"], 256)
+    train.load(train.checkpoints(elsewhere / "again")[-1],
+               {"model": model.state_dict()})
+    for start in np.linspace(0, len(val) - 33, count).astype(int):
+        window = torch.from_numpy(val[start:start + 33])
         logits = model(window[None, :-1])[0].double()
         losses.append(F.cross_entropy(logits, window[1:]).item())
-    assert r["windows"] == bf16["windows"] == count > 64
-    assert r["weights_loss"] == pytest.approx(np.mean(losses), rel=1e-6)
-    assert len(r["pieces"]) == 64 and r["val_loss"] != r["weights_loss"]
-    sizes = [len(piece) for piece in np.array_split(losses, 64)]
-    assert r["val_loss"] == pytest.approx(
-        np.average(r["pieces"], weights=sizes), abs=1e-5)
-    assert results["models"]["nano"]["bytes"] == 6 * 2 * 16
+    assert np.diff(np.linspace(0, len(val) - 33, count)).min() >= 32    # no overlap
+    assert found["bf16"]["loss"] == pytest.approx(np.mean(losses), abs=2e-4)
 
-    calls = []                                          # nothing is left to do
-    monkeypatch.setattr(bench, "train_run",
-                        lambda args, job: calls.append(job["recipe"]))
-    assert bench.train_all(args, [job])["runs"] == results["runs"] and not calls
-    # Another recipe needs the bf16 run again. Its loss is another one now, as on
-    # another CPU. So the first recipe is compared with it anew.
-    monkeypatch.setattr(bench, "milestones", lambda args, job: [tmp_path / "gone"])
-    monkeypatch.setattr(bench, "evaluate", lambda args, job: {"val_loss": 2.0})
-    found = bench.train_all(args, [job, {**job, "recipe": "ufp4"}])["runs"]
-    assert calls == ["bf16", "e2m1-debiased", "ufp4"]
-    assert [r["bf16_val_loss"] for r in found] == [2.0, 2.0, 2.0]
+    # Nothing is left to do; a changed file is another recipe
+    bench.main(command)
+    assert "3 of 3 runs are there already" in capsys.readouterr().out
+    mine.write_text(EXPERIMENT.replace("0.04", "0.4"))
+    bench.main(command)
+    assert "2 of 3 runs" in capsys.readouterr().out
+    noises = [json.loads(path.read_text()).get("noise")
+              for path in bench.OUT.rglob("nano-noisy-*/result.json")]
+    assert len(noises) == 2 and max(noises) > 10 * min(noises)
 
-def test_bench_a_run_that_fails_is_said_and_the_other_seeds_go_on(
-        tmp_path, monkeypatch, capsys):
-    def train_run(args, job):
-        if job["seed"] == 0:
-            raise RuntimeError("train.py failed: no space left")
-    monkeypatch.setattr(bench, "RESULTS", tmp_path)
-    monkeypatch.setattr(bench, "train_run", train_run)
-    monkeypatch.setattr(bench, "evaluate", lambda args, job: {"val_loss": 2.0})
-    monkeypatch.setattr(bench, "described", lambda args, job: {})
-    args = argparse.Namespace(name="runs", jobs=1, runs=tmp_path, train=[])
-    jobs = [{"model": "nano", "recipe": "bf16", "seed": seed, "estimator": "scratch"}
-            for seed in (0, 1)]
-    kept = bench.folder(args, jobs[0]) / "ckpt-0000001"
-    kept.mkdir(parents=True)
-    with pytest.raises(SystemExit, match="the same command goes on"):
-        bench.train_all(args, jobs)
-    assert "no space left" in capsys.readouterr().err and kept.exists()
-    saved = json.loads((tmp_path / "runs.json").read_text())["runs"]
-    assert [r["seed"] for r in saved] == [1]
+def test_bench_a_job_that_fails_is_said_and_the_other_seeds_go_on(
+        elsewhere, monkeypatch, capsys):
+    def command(job, file):
+        script = "import sys; sys.stderr.write('train.py: no space left'); sys.exit(1)"
+        if job.seed == 1:
+            script = "import sys; sys.stderr.write('loss nan'); sys.exit(3)"
+            if job.row == "bf16":
+                script = (f"from pathlib import Path; p = Path({str(job.branch)!r}); "
+                          "p.mkdir(parents=True); (p.parent / 'log.jsonl').write_text("
+                          "'{}\\n{\"step\": 9, \"val_loss\": 2.5}\\n')")
+        return [sys.executable, "-c", script]
 
-@pytest.mark.parametrize("more,name", [
-    ("--seeds 6", "runs"), ("--rows ufp4 e2m1", "runs-ufp4-e2m1"),
-    ("--rows ufp4 --steps 9", "runs-ufp4-steps-9")])
-def test_bench_a_study_with_other_rows_or_flags_leaves_the_records_alone(
-        monkeypatch, more, name):
-    found = []
-    monkeypatch.setattr(bench, "bench_study", found.append)
-    bench.main(["study", "loss", *more.split()])
-    assert found[0].name == name
+    monkeypatch.setattr(bench.Job, "command", command)
+    study = ["study", "quick", "--seeds", "2", "--rows", "ufp4", "--steps", "9"]
+    with pytest.raises(SystemExit) as stopped:
+        bench.main(study)
+    # The row of seed 0 has not run, so its failure is that of its bf16 run, said once
+    assert stopped.value.code.count("bf16, seed 0: no space left") == 1
+    left = {path.parent.name: json.loads(path.read_text())
+            for path in bench.OUT.rglob("result.json")}
+    assert set(left) == {"nano-bf16-s1", "nano-ufp4-s1"}
+    assert left["nano-ufp4-s1"] == {"loss": None, "error": "loss nan"}
+    assert left["nano-bf16-s1"]["loss"] == 2.5
 
-def test_bench_pages_have_the_tables_of_the_files_and_these_follow_from_the_runs():
-    texts = [page.read_text() for page in bench.PAGES]
-    # Where this fails, run: python bench.py readme
-    assert [bench.fill_tables(text) for text in texts] == texts
-    results = json.loads((bench.RESULTS / "runs.json").read_text())
-    assert bench.study_tables(results) == results["tables"]
-    assert len({here["commit"] for here in results["machines"]}) == 1
-    # All runs of a model and seed are compared with the same BF16 run.
-    baselines = {(r["model"], r["seed"], r["bf16_val_loss"]) for r in results["runs"]}
+@pytest.mark.parametrize("flags,why", [
+    ("loss --models nano", "study loss has no model 'nano', only dense-0.3m"),
+    ("quick --rows ufp4 none-such", "unknown row 'none-such'"),
+    ("quick --with none-such.py", "none-such.py"), ("quick --heads 3", "heads"),
+    ("quick --record --steps 9", "--record takes no")])
+def test_bench_a_study_that_cannot_be_is_refused_and_writes_nothing(
+        elsewhere, flags, why):
+    before = tree(elsewhere)
+    with pytest.raises(SystemExit, match=f"bench.py: .*{re.escape(why)}"):
+        bench.main(["study", *flags.split()])
+    assert tree(elsewhere) == before
+
+def test_bench_new_runs_join_the_records_if_their_bf16_run_is_the_same(elsewhere):
+    old = bench.read("runs")
+    here = {**old["machines"][0], "commit": "another"}
+    run = next(r for r in old["runs"] if r["model"] == "nano" and r["row"] == "ufp4")
+    new = {"models": {}, "machines": [here], "runs": [
+        {**run, "row": "new", "loss": run["bf16"] * 1.5}]}
+    bench.add_to_records(new)
+    found = bench.read("runs")
+    assert len(found["runs"]) == len(old["runs"]) + 1
+    assert found["machines"] == [*old["machines"], here]
+    assert bench.Results(found).errors["nano", "new"] == {run["seed"]: 0.5}
+    before = tree(elsewhere)
+    with pytest.raises(ValueError, match="nano, seed 0.*Nothing was recorded"):
+        bench.add_to_records({**new, "runs": [{**run, "bf16": run["bf16"] + 1e-9}]})
+    assert tree(elsewhere) == before
+
+def test_bench_the_pages_and_figures_follow_from_the_records(elsewhere):
+    front, evidence = bench.PAGES
+    # The front page's old table has no record any more
+    front.write_text(front.read_text().replace("study-front -->", "two-by-two -->"))
+    for path in bench.RECORDS.glob("*.png"):
+        path.unlink()
+    text = evidence.read_text()
+    prose = re.sub(r"(<!-- (\S+) -->\n).*?(<!-- /\2 -->)", r"\1\3", text, flags=re.S)
+    evidence.write_text(prose)
+    bench.main(["readme"])
+    assert evidence.read_text() == text         # where this fails: bench.py readme
+    tables = re.findall(r"<!-- (\S+) -->\n", text)
+    assert len(tables) == len(set(tables)) > 8
+    shown = set(re.findall(r"!\[.*?\]\((.*?)\)", text))
+    assert shown <= {path.name for path in bench.RECORDS.glob("*.png")}
+    # What the text says with an interval is in a table
+    records = bench.read("runs")
+    r = bench.Results(records)
+    more = bench.text(r.contrast(bench.on("dense-0.3m-2", bench.GAP)), 3)
+    tables = [*bench.tables_of(r, [*bench.ON_PAGES, "scratch"]).values(), [[more]]]
+    cells = " ".join(sum(sum(tables, []), []))
+    said = re.findall(r"[\d.]+ ± [\d.]*\d", prose.split("## Log")[0])
+    assert len(said) > 12 and not [number for number in said if number not in cells]
+    assert len(records["runs"]) == len({(r["model"], r["row"], r["seed"])
+                                        for r in records["runs"]}) == 443
+    # All rows of a model and seed are compared with the same BF16 run
+    baselines = {(r["model"], r["seed"], r["bf16"]) for r in records["runs"]}
     assert len(baselines) == len({(model, seed) for model, seed, _ in baselines})
+    front.write_text("<!-- gone -->\n<!-- /gone -->\n")
+    with pytest.raises(SystemExit, match="no record in .* has a table gone"):
+        bench.main(["readme"])
 
-def test_bench_figures_are_drawn_from_the_records_and_name_each_recipe(tmp_path):
-    for groups in bench.GROUPS.values():
-        assert set(sum(groups.values(), [])) <= bench.WORDS.keys()
-    assert bench.kind_of("ufp4", "e2m1-max3") == bench.kind_of("e2m1") == "E2M1"
-    for name in ("bias", "runs"):
-        records = json.loads((bench.RESULTS / f"{name}.json").read_text())
-        bench.draw_figures(name, records, tmp_path)
-    drawn = {path.name for path in tmp_path.glob("*.png")}
-    for page in bench.PAGES:
-        for shown in re.findall(r"!\[.*?\]\((.*?)\)", page.read_text()):
-            assert (page.parent / shown).exists()
-            name = Path(shown).name
-            assert name in drawn or not name.startswith(("bias", "study"))
-
-def test_bench_lopsided_bins_are_drawn_in_units_of_the_grid():
+def test_bench_the_front_page_has_the_block_of_the_lesson_and_the_four_losses():
     from matplotlib.figure import Figure
-    marked = {}
-    for fmt in (E2M1, FORMATS["e1m2"]):
-        ax = Figure().subplots()
-        bench.draw_bins(ax, fmt)
-        assert ax.get_xlim()[0] < 0 < fmt.max < ax.get_xlim()[1] < 1.1 * fmt.max
-        assert [label.get_text() for label in ax.get_xticklabels()] == [
-            f"{level:g}" for level in fmt.levels]
-        marked |= {text.get_position()[0]: text.get_text() for text in ax.texts
-                   if text.get_text()}                  # an arrow has none
-    # the mean errors by hand, and l and r in the middle of 3.5 to 4 and of 4 to 5
-    assert marked == {2: "\u22120.125", 4: "\u22120.25", 3.75: "l", 4.5: "r"}
+    lesson = subprocess.run([sys.executable, HERE / "ufp4.py"], capture_output=True,
+                            text=True).stdout
+    results = bench.Results(bench.read("runs"))
+    bench.draw_hero(fig := Figure(), results)
+    texts = [t.get_text() for ax in fig.get_axes() for t in ax.texts]
+    decibels = re.findall(r"signal over error (.*)", lesson)
+    assert len(decibels) == 4 and [t for t in texts if "dB" in t] == decibels
+    losses = [re.match(r"[.\d]+", t)[0] for t in texts if t[0].isdigit()][4:]
+    table = bench.two_by_two_table(results, "dense-0.3m")
+    assert losses == [cell.split()[0] for row in table[1:3] for cell in row[1:3]]
+    # The effects once more, from means alone
+    a, b, c, d = map(float, losses)
+    found = [float(cell.split(" ±")[0].split(": ")[-1]) for cell in
+             (table[1][3], table[2][3], *table[3][1:])]
+    effects = [b - a, d - c, c - a, d - b, d - c - b + a]
+    assert found == pytest.approx(effects, abs=0.021)
+
+def test_bench_the_share_of_codes_used_and_the_noise_of_products():
+    # Three magnitudes of E1M2 in equal numbers use 3 of 8 codes, one uses 1
+    x = torch.tensor([[1.75, -1.0, 0.0, 1.0, -1.75, 0.0] * 8]).view(3, 16)
+    assert bench.used(x, "e1m2") == pytest.approx(3 / 8, rel=1e-6)
+    assert bench.used(torch.ones(4, 16), "e2m1") == pytest.approx(1 / 8)
+    x, w, dy = (torch.randn(n, k, generator=gen(i)) for i, (n, k) in
+                enumerate(((64, 32), (48, 32), (64, 48))))
+    x[:, 3] *= 20
+    found = bench.measure(x, w, dy)
+    assert {what: len(of) for what, of in found.items()} == dict.fromkeys(
+        ("X, fprop", "W, fprop", "Y", "dY, dgrad", "W, dgrad", "dX", "dY, wgrad",
+         "X, wgrad", "dW"), 4)
+    q = Quantizer(E1M2, signs=random_signs(0))
+    for what, product, exact in (("Y", q(x) @ q(w).T, x @ w.T),
+                                 ("dX", q(dy) @ q(w.T).T, dy @ w),
+                                 ("dW", q(dy.T) @ q(x.T).T, dy.T @ x)):
+        noise = ((product - exact) / exact.square().mean().sqrt()).square().mean()
+        (decibels,) = found[what][3]            # E1M2 after the RHT
+        assert decibels == pytest.approx(-10 * math.log10(noise), abs=1e-3)
+    # An outlier in each block of X: the RHT turns the order of the grids around
+    e2m1, e1m2, e2m1_rht, e1m2_rht = (db for db, _ in found["X, fprop"])
+    assert e2m1 > e1m2 and e2m1_rht < e1m2_rht
 
 def test_bench_runs_are_compared_with_the_bf16_run_of_the_same_settings(
-        settings, tmp_path, capsys):
+        settings, tmp_path, capsys, monkeypatch):
     out = tmp_path / "out"
     bf16 = train.train(settings("--recipe", "bf16", "--out", str(out / "bf16")))
     flags = "--recipe e2m1 --rht fprop,wgrad --keep-bf16 1 --out".split()
@@ -2999,15 +3059,19 @@ def test_bench_runs_are_compared_with_the_bf16_run_of_the_same_settings(
     (out / "broken").mkdir()
     (out / "broken/log.jsonl").write_text("not a log\n")
 
-    runs, unusable = bench.find_runs([out, out / "e2m1"])           # one of them twice
-    head, *rows = bench.runs_table(bench.paired(runs))
+    runs = bench.find_runs(out)
+    assert "broken/log.jsonl is not the log" in capsys.readouterr().out
+    head, *rows = bench.runs_table(runs)
     found = {Path(row[-1]).name: dict(zip(head, row)) for row in rows}
-    assert unusable == [out / "broken"] and len(rows) == len(found)
     assert set(found) == {"bf16", "e2m1", "another-seed", "longer", "begun", "stopped"}
     assert found["bf16"]["loss error"] == "is the baseline"
     error = found["e2m1"]["loss error"]
     assert error == f"{loss / bf16 - 1:+.2%}" and f"loss error {error}" in said_by_train
-    assert found["e2m1"]["recipe"] == "e2m1-rht.fprop+wgrad-keep_bf16.1"
+    # The longer run has another label, the other seed has not
+    label = "e2m1-rht.fprop+wgrad-keep_bf16.1, steps "
+    assert found["e2m1"]["run"] == found["another-seed"]["run"] == f"{label}8"
+    assert found["longer"]["run"] == f"{label}99"
+    assert {row["data"] for row in found.values()} == {header["settings"]["data"]}
     assert found["another-seed"]["loss error"] == "no bf16 run"
     assert found["longer"]["loss error"] == "no bf16 run"
     assert found["begun"]["steps"] == "0 of 8" and found["begun"]["tokens/s"] == ""
@@ -3020,7 +3084,15 @@ def test_bench_runs_are_compared_with_the_bf16_run_of_the_same_settings(
 
     bench.main(["runs", str(out)])
     said = capsys.readouterr().out
-    assert "broken" in said and str(out / "runs.png") in said
-    assert (out / "runs.png").exists()
-    with pytest.raises(SystemExit, match="no run to show"):
+    assert os.path.relpath(out / "runs.png") in said and (out / "runs.png").exists()
+    with pytest.raises(SystemExit, match="has no run of train.py"):
         bench.main(["runs", str(tmp_path / "nowhere")])
+    # The tensors of a run: four kinds of layers, six operands and three results
+    monkeypatch.setattr(bench, "HERE", tmp_path)
+    monkeypatch.setattr(bench, "OUT", tmp_path / "bench")
+    bench.main(["sqnr", str(out / "bf16")])
+    assert "dW of fc2" in capsys.readouterr().out
+    found = json.loads((bench.OUT / "sqnr.json").read_text())["medians"]
+    assert len(found) == 36 and (bench.OUT / "sqnr.png").exists()
+    with pytest.raises(SystemExit, match="has no checkpoint"):
+        bench.main(["sqnr", str(tmp_path)])

@@ -328,6 +328,7 @@ class Config:
     rht: list = None                # GEMMs that rotate: fprop dgrad wgrad, or none
     sr: list = None                 # operands rounded stochastically: x w dy, or none
     tiles: bool = None              # square blocks in the weights
+    gemms: list = None              # products that are quantized at all
     rht_block: int = None           # size of the Hadamard matrix
 
     @property
@@ -336,7 +337,7 @@ class Config:
         given = {name: getattr(self, name) for name in RECIPE_FIELDS}
         return {name: value for name, value in given.items() if value is not None}
 
-RECIPE_FIELDS = ("fmt", "scale", "block", "rht", "sr", "tiles", "rht_block")
+RECIPE_FIELDS = ("fmt", "scale", "block", "rht", "sr", "tiles", "gemms", "rht_block")
 MAY_BE_ZERO = {"seed", "keep_bf16", "min_lr", "weight_decay", "clip", "sample",
                "experts", "top_k", "lr", "warmup"}
 # Settings of how a run computes, not of what: they change no numbers, or only rounding
@@ -535,44 +536,12 @@ def evaluate(model, val, config):
     model.train()
     return sum(all_sum(torch.stack(losses)).tolist()) / config.eval_windows
 
-@torch.no_grad()
-def noise(model, *inputs):
-    """{layer name: (noise, slope)} of each quantized layer, as floats, from one forward
-    pass in eval mode.
-
-    An output is Y = slope X W^T + R, with R orthogonal to X W^T. Its noise is the power
-    of R relative to that of X W^T. A slope below 1 is shrinkage."""
-    found, names = {}, {layer: name for name, layer in model.named_modules()}
-
-    def compare(layer, inputs, y):      # torch calls this after each module
-        recipe = getattr(layer, "recipe", None)
-        if recipe is None or recipe.fmt is None:
-            return
-        x, *offsets = inputs
-        # X W^T, computed without quantization, but in the run's precision
-        reference = ufp4.linear(x, layer.weight, "bf16", *offsets).float()
-        power = reference.square().sum()
-        slope = (reference * y).sum() / power
-        rest = y - slope * reference
-        found[names[layer]] = torch.stack([rest.square().sum() / power, slope])
-
-    training = model.training
-    model.eval()
-    hook = nn.modules.module.register_module_forward_hook(compare)
-    try:
-        with torch.compiler.set_stance("force_eager"):  # compiled code may skip hooks
-            model(*inputs)
-    finally:
-        hook.remove()
-    model.train(training)
-    return {name: tuple(both.tolist()) for name, both in found.items()}
-
 def validate(model, val, config):
     """What the log says of a validation: the loss, means of the layers' noise in the
-    forward pass and of their slopes (see noise()), and the layer with most noise."""
+    forward pass and of their slopes (see ufp4.noise), and the layer with most noise."""
     line = {"val_loss": evaluate(model, val, config)}
     inputs, _ = windows([val], validation_starts(val, config)[0], config)
-    if found := noise(model, inputs):
+    if found := ufp4.noise(model, inputs):
         noises, slopes = zip(*found.values())
         worst = max(found, key=found.get)
         line |= {"noise": sum(noises) / len(found), "slope": sum(slopes) / len(found),
