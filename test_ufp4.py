@@ -155,7 +155,8 @@ ODD_GRIDS = ((0, 1), (0, 1, 2.5), (0, 0.1, 0.3), (0, 1, 1.25, 9), (0, 0.01, 5, 5
 @pytest.mark.parametrize("levels", ODD_GRIDS)
 def test_core_any_ascending_grid_rounds_as_numpy_does(levels):
     """Nearest and stochastic, values and codes, against float64."""
-    grid, fmt = np.array(levels, dtype=np.float32).astype(float), ufp4.Format("x", levels)
+    fmt = ufp4.Format("x", levels)
+    grid = np.array(levels, dtype=np.float32).astype(float)
     x = torch.randn(512, 64, generator=gen())
     x[0, :8] = torch.tensor(levels + (0.0,) * (8 - len(levels)))    # exact, s = 1
     x[0, 8:16] = levels[-1]
@@ -440,7 +441,8 @@ def test_core_rht_multiplies_by_signs_and_an_orthonormal_matrix(n):
     expected = (x.double().view(6, 2, n) * signs.double()) @ h
     assert torch.allclose(rotate(x, signs).double(), expected.view(6, -1),
                           atol=2e-6, rtol=0)
-    assert close(rotate(x, signs) @ rotate(w, signs).T, x.double() @ w.double().T, 2 * n)
+    product = rotate(x, signs) @ rotate(w, signs).T
+    assert close(product, x.double() @ w.double().T, 2 * n)
     assert same_bits(rotate(x.T.contiguous().T, signs), rotate(x, signs))
     assert set(signs.tolist()) <= {1.0, -1.0}
     assert n < 16 or not torch.equal(signs, random_signs(12, n))
@@ -726,7 +728,7 @@ def twice(f, unused=False):
 func = torch.func
 FIRST = {
     "grad": lambda f: func.grad(f, (0, 1)),
-    "vjp": lambda f: lambda x, w: func.vjp(f, x, w)[1](torch.tensor(1.0, dtype=x.dtype)),
+    "vjp": lambda f: lambda x, w: func.vjp(f, x, w)[1](torch.ones((), dtype=x.dtype)),
     "jacrev": lambda f: func.jacrev(f, (0, 1)),
     "autograd": lambda f: lambda x, w: first(f, x, w),
     "vmap of grad": lambda f: lambda x, w: [
@@ -750,7 +752,8 @@ def losses():
     x, w = torch.randn(32, 32), torch.randn(48, 32)
     experts = x.bfloat16(), torch.randn(3, 48, 32, dtype=torch.bfloat16)
     yield lambda x, w: ufp4.linear(x, w, recipe).square().sum(), x, w
-    yield lambda x, w: func.functional_call(layer, {"weight": w}, x).square().sum(), x, w
+    module = functools.partial(func.functional_call, layer)
+    yield lambda x, w: module({"weight": w}, x).square().sum(), x, w
     yield lambda x, w: ufp4.linear(x, w, recipe, offsets).square().sum(), *experts
 
 @compiling()
