@@ -766,6 +766,7 @@ def draw_sixteen(fig):
             for level in FORMATS[fmt].levels:
                 for y in (level * scale, -level * scale):
                     ax.axhline(y, color="#dcdcdc", lw=0.8, zorder=0)
+            ax.axhline(0, color="#777777", lw=1, zorder=0)
             ax.vlines(range(len(x)), x, q, color=color, lw=3)
             ax.plot(q, "_", ms=9, mew=2, color=color)
             ax.plot(x, "o", ms=3.6, color="black")
@@ -773,7 +774,7 @@ def draw_sixteen(fig):
                     fontweight="bold" if db == max(decibels) else "normal",
                     transform=ax.transAxes,
                     bbox={"fc": "white", "ec": "none", "pad": 1})
-            ax.set(xticks=[], yticks=[],
+            ax.set(xticks=[], yticks=[0], yticklabels=["0"],
                    ylim=(min(x.min(), 0) - 0.13 * x.abs().max(), 1.13 * x.max()))
         row[0].set_ylabel(when)
     for ax, (fmt, what) in zip(panels[0], GRIDS.items()):
@@ -1086,7 +1087,8 @@ class Run:
         log = train.read_log(folder / "log.jsonl")
         self.folder, self.s, (self.first, *self.lines) = folder, settings_of(log), log
         self.done = log[-1].get("step", 0)              # steps, as far as the log goes
-        self.label = train.variant(self.s) + (", branched" if self.first["branched"] else "")
+        branched = ", branched" if self.first["branched"] else ""
+        self.label = train.variant(self.s) + branched
         known = self.s.recipe in RECIPES
         self.kind = kind_of(train.make_recipe(self.s)) if known else "other"
 
