@@ -378,9 +378,11 @@ class Job:
 
     def done(self):
         """How many of its steps are done."""
-        log = self.folder / "log.jsonl"
-        lines = train.read_log(log) if log.exists() else []
-        return max(0, lines[-1].get("step", 0) - self.first) if lines else 0
+        try:
+            *_, last = train.read_log(self.folder / "log.jsonl")
+        except (OSError, ValueError):                   # it has not begun
+            return 0
+        return max(0, last.get("step", 0) - self.first)
 
     def run(self, file, threads, before):
         """Train, after the run `before`, unless the result is there. RuntimeError if it

@@ -2679,7 +2679,7 @@ def test_bench_a_block_takes_the_format_that_errs_less(name, formats):
     # The squares of these numbers are more than float32 holds.
     assert torch.equal(q(x * 2.0**80), q(x) * 2.0**80)
     # The format is chosen without noise, so SR has no bias.
-    x = torch.randn(20_000, 64, generator=gen())
+    x = torch.randn(20_000, 64, generator=gen(1))       # SR draws from seed 0
     alpha, se = bench.slope(RECIPES[name].quantizer("dy", "dgrad")(x), x)
     assert abs(alpha - 1) < 4 * se < 2e-3
 
@@ -3003,7 +3003,7 @@ def test_bench_the_front_page_has_the_block_of_the_lesson_and_the_four_losses():
     results = bench.Results(bench.read("runs"))
     bench.draw_hero(fig := Figure(), results)
     texts = [t.get_text() for ax in fig.get_axes() for t in ax.texts]
-    decibels = re.findall(r"signal over error (.*)", lesson)
+    decibels = re.findall(r"signal over error (\S+ dB)", lesson)
     assert len(decibels) == 4 and [t for t in texts if "dB" in t] == decibels
     losses = [re.match(r"[.\d]+", t)[0] for t in texts if t[0].isdigit()][4:]
     table = bench.two_by_two_table(results, "dense-0.3m")
