@@ -30,7 +30,6 @@ there into both README.md.
 import argparse
 import collections
 import concurrent.futures
-import contextlib
 import functools
 import importlib.util
 import io
@@ -197,8 +196,8 @@ class Choosing(Quantizer):
 
     def __call__(self, x, rand=None):
         if self.stochastic and rand is None:
-            rand = 1 - torch.rand(x.shape)
-        x = self.blocks(x).flatten(-2)                  # rotated, if there are signs
+            rand = 1 - torch.rand_like(x, dtype=torch.float32)
+        x = Quantizer(None, signs=self.signs)(x)        # rotated, if there are signs
         errors, results = [], []
         for fmt in (self.fmt, self.other):
             nearest = Quantizer(fmt, self.scale, self.block)(x)
@@ -219,7 +218,7 @@ class Sloped(Quantizer):
         q = super().__call__(x, rand)
         if self.stochastic:
             return q
-        x = self.blocks(x).flatten(-2).double()
+        x = Quantizer(None, signs=self.signs)(x).double()
         product = (q * x).sum().clamp(min=1e-300)           # not 0, if all are zeros
         return q * (self.slope * x.square().sum() / product).float()
 
@@ -829,7 +828,7 @@ def records_of(args, jobs):
     models, losses = {}, {job.key: job.result()["loss"] for job in jobs}
     for name in dict.fromkeys(job.model for job in jobs):
         flags = [*MODELS[name], *args.train]
-        s = settings(flags)
+        s = train.parse_args(flags)
         _, total, active, _ = counted(s)
         models[name] = {"flags": flags, "parameters": total, "active": active,
                         "bytes": s.steps * s.batch_size * s.seq_len,
@@ -953,9 +952,7 @@ def bench_bias(args):
 
 def settings_of(log):
     """The settings of a run, from the first line of its log."""
-    names = {f.name for f in fields(train.Config)}
-    return train.Config(**{name: value for name, value in log[0]["settings"].items()
-                           if name in names})
+    return train.Config(**log[0]["settings"])
 
 def load_run(folder):
     """(settings, training text, model with the weights of its last checkpoint)"""
@@ -1104,7 +1101,7 @@ class Run:
         and {step: loss error} at the steps where both were validated."""
         for other in runs:
             if (other.done == other.s.steps and train.is_baseline(
-                    other.first["settings"], self.first["settings"])):
+                    other.first, self.first)):
                 bf16 = other.logged("val_loss")
                 return other, {step: loss / bf16[step] - 1 for step, loss
                                in self.logged("val_loss").items() if step in bf16}
@@ -1471,7 +1468,7 @@ PEAKS = {"H200": ("sm_90", {"bf16": 989}),
 
 def bench_plan(args):
     """What train.py with the flags args.train would take on args.gpus GPUs."""
-    s, gpus = settings(args.train), args.gpus
+    s, gpus = train.parse_args(args.train), args.gpus
     if s.batch_size % (gpus * s.grad_accum):
         raise ValueError(f"--batch-size {s.batch_size} must be a multiple of {gpus} "
                          f"GPUs x --grad-accum {s.grad_accum}")

@@ -2878,7 +2878,7 @@ def test_bench_a_study_of_ones_own_recipe_end_to_end(
         assert line.split()[1:3] == [f"{100 * error:.2f}", "(1)"] and abs(error) > 1e-4
         first, *lines = train.read_log(folders[row] / "log.jsonl")
         assert [line["step"] for line in lines] == [30]     # of which ten are its own
-        assert "ckpt-0000020" in first["settings"]["branch"]
+        assert "ckpt-0000020" in first["settings"]["resume"]
     assert found["noisy"]["noise"] > found["ufp4"]["noise"]
     # Where the rows branch is kept, the rest is not
     assert [path.name for path in bench.OUT.rglob("ckpt-*")] == ["ckpt-0000020"]
@@ -2887,7 +2887,7 @@ def test_bench_a_study_of_ones_own_recipe_end_to_end(
     val = prepare.read_tokens(prepare.prepare(str(text)).val[0]).astype(np.int64)
     count, losses = (len(val) - 1) // 32 // 4, []           # a quarter of the text
     s = train.parse_args([*command[7:], "--recipe", "bf16", "--sample", "0",
-                          "--branch", str(next(bench.OUT.rglob("ckpt-*"))),
+                          "--resume", str(next(bench.OUT.rglob("ckpt-*"))),
                           "--out", str(elsewhere / "again"),
                           "--eval-windows", str(count)])
     train.train(s)
@@ -2920,7 +2920,7 @@ def test_bench_a_job_that_fails_is_said_and_the_other_seeds_go_on(
             if job.row == "bf16":
                 script = (f"from pathlib import Path; p = Path({str(job.branch)!r}); "
                           "p.mkdir(parents=True); (p.parent / 'log.jsonl').write_text("
-                          "'{}\\n{\"step\": 9, \"val_loss\": 2.5}\\n')")
+                          "'{\"text\": 0}\\n{\"step\": 9, \"val_loss\": 2.5}\\n')")
         return [sys.executable, "-c", script]
 
     monkeypatch.setattr(bench.Job, "command", command)
