@@ -697,7 +697,7 @@ def two_by_two_table(results, model):
             effect({rotated: 1, plain: -1})]
            for fmt, (plain, rotated) in TWO_BY_TWO.items()),
          ["what the uniform grid does", effect({e1m2: 1, e2m1: -1}),
-          effect({e1m2_rht: 1, e2m1_rht: -1}), f"together, beyond their sum: {both}"]])
+          effect({e1m2_rht: 1, e2m1_rht: -1}), f"interaction: {both}"]])
 
 # ---- Figures of studies, and the front page's ----
 
