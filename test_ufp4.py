@@ -179,7 +179,7 @@ def test_core_any_ascending_grid_rounds_as_numpy_does(levels):
         assert np.array_equal(packed.dequantize().view(512, 4, 16).numpy(), q)
 
 @pytest.mark.parametrize("levels", [(0,), (), (0, 2, 1), (0, 1, 1), (1, 2), (-1, 0, 1),
-                                    (0, NAN), tuple(range(9))])
+                                    (0, NAN), tuple(range(9)), [0, 1, 2]])
 def test_core_what_is_no_grid_is_refused(levels):
     with pytest.raises(ValueError, match="'x' needs a tuple of two to eight levels"):
         ufp4.Format("x", levels)
@@ -966,6 +966,19 @@ def test_core_recipes_made_without_data_work_later():
     for recipe in a, b:
         assert torch.equal(ufp4.linear(x, x, replace(recipe, sr=())), expected)
         assert torch.equal(recipe.signs, RECIPES["ufp4"].signs)
+
+class Halves(Quantizer):
+    """A subclass whose constructor takes other arguments."""
+    def __init__(self, factor):
+        super().__init__(E1M2)
+        self.factor = factor
+
+    def __call__(self, x, rand=None):
+        return self.factor * super().__call__(x, rand)
+
+def test_core_a_quantizer_may_have_a_constructor_of_its_own():
+    x = torch.randn(256, 128, generator=gen())
+    assert torch.equal(ufp4.fast(Halves(0.5), torch.float32, x), Halves(0.5)(x))
 
 @compiling()
 def test_core_whole_blocks_are_asked_for_whatever_the_size():
