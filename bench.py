@@ -13,8 +13,7 @@
     python bench.py cpu         what emulation takes on this CPU (4 min)
     python bench.py dispatch    what the kernels compile to on GPUs not here (5 min)
     python bench.py kernels     their speed on this GPU, against copying and cuBLAS
-    python bench.py tune        which tiles are fastest on this GPU
-    python bench.py plan        memory and bounds on speed of a run of train.py
+    python bench.py plan        size and cost of a run of train.py
     python bench.py runs        your own runs of train.py, as a table and as curves
     python bench.py train       train.py with the recipes below besides its own
     python bench.py readme      the pages' tables and figures again, from the records
@@ -31,7 +30,7 @@ import argparse
 import collections
 import concurrent.futures
 import functools
-import importlib.util
+import importlib
 import io
 import itertools
 import json
@@ -43,8 +42,8 @@ import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
+import types
 import warnings
 import zlib
 from dataclasses import dataclass, fields, replace
@@ -925,65 +924,45 @@ def gaussian_slope(levels, block=16):
 def bench_bias(args):
     g, shape = torch.Generator().manual_seed(0), (8192, 512)
     x, gate, up = (torch.randn(shape, generator=g) for _ in range(3))
-    data = {"Gaussian": x, "SwiGLU-like": nn.functional.silu(gate) * up}
     # Rows of different sizes, or power-of-two scales would meet one size alone
     sizes = torch.rand((shape[0], 1), generator=g).exp2()
     cases = [("Gaussian, rows of many sizes", scale, x * sizes)
              for scale in ufp4.SCALES]
-    for name, v in data.items():
+    for name, v in (("Gaussian", x), ("SwiGLU-like", nn.functional.silu(gate) * up)):
         cases += [(name, "fp32", v),
                   (f"{name}, RHT", "fp32", ufp4.rotate(v, ufp4.random_signs(0)))]
-    rows = [["slope alpha ± two standard errors", "block scales",
-             *(f"{f.upper()} {what}" for f in GRIDS
-               for what in ("nearest", "SR", "SQNR, dB"))],
-            ["Gaussian, in closed form", "`fp32`"]]
+    head, closed = ["slope alpha ± two standard errors", "block scales"], []
     for f in GRIDS:
-        rows[-1] += [f"{gaussian_slope(FORMATS[f].levels):.4f}", "", ""]
+        head += [f"{f.upper()} {what}" for what in ("nearest", "SR", "SQNR, dB")]
+        closed += [f"{gaussian_slope(FORMATS[f].levels):.4f}", "", ""]
+    rows = [head, ["Gaussian, in closed form", "`fp32`", *closed]]
     for name, scale, v in cases:
         rows.append([name, f"`{scale}`"])
         for f in GRIDS:
             nearest = ufp4.fake_quantize(v, f, scale)
             noisy = ufp4.fake_quantize(v, f, scale, stochastic=True, generator=g)
-            rows[-1] += ["{:.4f} ± {:.4f}".format(alpha, 2 * error) for alpha, error
-                         in (slope(nearest, v), slope(noisy, v))]
+            for q in (nearest, noisy):
+                alpha, error = slope(q, v)
+                rows[-1].append(f"{alpha:.4f} ± {2 * error:.4f}")
             rows[-1].append(f"{sqnr(nearest, v):.2f}")
     finish("bias", {"bias": rows})
 
 # ---- sqnr: does the RHT change the preferred grid? (the paper's Q1) ----
 
-def settings_of(log):
-    """The settings of a run, from the first line of its log."""
-    return train.Config(**log[0]["settings"])
-
-def load_run(folder):
-    """(settings, training text, model with the weights of its last checkpoint)"""
-    if not train.checkpoints(folder):
-        raise ValueError(f"{folder} has no checkpoint of a run of train.py")
-    s = settings_of(train.read_log(folder / "log.jsonl"))
-    model = train.GPT(s, train.make_recipe(s), vocabulary(s.data))
-    train.load(train.checkpoints(folder)[-1], {"model": model.state_dict()})
-    shards, _, _ = train.load_data(s)
-    return s, shards, model.to(s.device)
-
 def capture(model, tokens, targets):
     """{layer: {"x", "w", "dy": its tensor (rows, columns)}} of each linear layer."""
     got = collections.defaultdict(dict)
 
-    def watch(layer, name):
-        def forward_hook(layer, inputs):
-            got[name]["x"] = inputs[0]
-        def backward_hook(layer, _, gradients):
-            got[name]["dy"] = gradients[0]
-        layer.register_forward_pre_hook(forward_hook)
-        layer.register_full_backward_hook(backward_hook)
-        got[name]["w"] = layer.weight
+    def keep(layer, inputs, y, found):
+        found.update(x=inputs[0], w=layer.weight)
+        y.register_hook(lambda dy: found.update(dy=dy))
 
     for name, layer in model.named_modules():
         if isinstance(layer, ufp4.Linear):
-            watch(layer, name)
+            layer.register_forward_hook(functools.partial(keep, found=got[name]))
     model(tokens, targets).backward()
     return {name: {operand: x.detach().flatten(0, -2).float()
-                   for operand, x in tensors.items()} for name, tensors in got.items()}
+                   for operand, x in found.items()} for name, found in got.items()}
 
 def used(x, fmt):
     """B_eff of the paper (section 2): exp(entropy of the eight codes) / 8."""
@@ -1009,9 +988,13 @@ def measure(x, w, dy):
     return found
 
 def bench_sqnr(args):
-    s, shards, model = load_run(args.dir)
-    layers = collections.defaultdict(list)
-    for name, tensors in capture(model, *train.get_batch(shards, s, s.steps)).items():
+    """Of the last checkpoint of the run of train.py in args.dir."""
+    s = train.parse_args(["--resume", str(args.dir)])
+    model = train.GPT(s, train.make_recipe(s), vocabulary(s.data))
+    train.load(Path(s.resume), {"model": model.state_dict()})
+    shards, _, _ = train.load_data(s)
+    batch, layers = train.get_batch(shards, s, s.steps), collections.defaultdict(list)
+    for name, tensors in capture(model.to(s.device), *batch).items():
         for what, values in measure(**tensors).items():
             layers[f"{what} of {name.rpartition('.')[2]}"].append(values)
     medians = {what: np.median(values, 0).round(4).tolist()     # over layers of a kind
@@ -1045,6 +1028,7 @@ def draw_sqnr(fig, medians):
                      color=COLORS[fmt.upper()])
 
 # ---- cpu: what emulation costs ----
+
 def training_step(s, recipe, vocab_size):
     """A function that makes a step of training a GPT, always on the same tokens."""
     torch.manual_seed(0)
@@ -1073,124 +1057,8 @@ def bench_cpu(args):
                      *(spread([a / b for a, b in zip(ms, bf16)]) for ms in ours)])
     finish("cpu", {"cpu": rows})
 
-# ---- runs: what train.py has left in its folders ----
-
-# Settings that a label names, where they tell runs apart
-TELLING = ("model", "data", "steps", "lr", "warmup", "batch_size", "seq_len", "layers",
-           "dim", "heads", "hidden", "experts", "top_k", "dtype", "eval_windows",
-           "min_lr", "weight_decay", "clip")
-
-class Run:
-    """What the log in a folder says of a run of train.py."""
-
-    def __init__(self, folder):
-        log = train.read_log(folder / "log.jsonl")
-        self.folder, self.s, (self.first, *self.lines) = folder, settings_of(log), log
-        self.done = log[-1].get("step", 0)              # steps, as far as the log goes
-        branched = ", branched" if self.first["branched"] else ""
-        self.label = train.variant(self.s) + branched
-        known = self.s.recipe in RECIPES
-        self.kind = kind_of(train.make_recipe(self.s)) if known else "other"
-
-    def logged(self, name):
-        """{step: value} of the lines that have a value."""
-        return {line["step"]: line[name] for line in self.lines
-                if line.get(name) is not None}
-
-    def errors(self, runs):
-        """The finished bf16 run among these that this one is compared with, or None,
-        and {step: loss error} at the steps where both were validated."""
-        for other in runs:
-            if (other.done == other.s.steps and train.is_baseline(
-                    other.first, self.first)):
-                bf16 = other.logged("val_loss")
-                return other, {step: loss / bf16[step] - 1 for step, loss
-                               in self.logged("val_loss").items() if step in bf16}
-        return None, {}
-
-def find_runs(top):
-    """The runs in and under a folder, but for those of studies, with labels that differ
-    where more than the seed does. What is no log of a run is named and skipped."""
-    runs, top = [], top.resolve()
-    for path in sorted(top.rglob("log.jsonl")):
-        try:
-            if not path.is_relative_to(OUT) or top.is_relative_to(OUT):
-                runs.append(Run(path.parent))
-        except (ValueError, TypeError, KeyError, IndexError):
-            print(f"{path} is not the log of a run of train.py; skipped")
-    for name in TELLING:
-        values = collections.defaultdict(set)
-        for run in runs:
-            values[run.label].add(getattr(run.s, name))
-        if any(len(of) > 1 for of in values.values()):
-            for run in runs:
-                run.label += f", {name.replace('_', ' ')} {getattr(run.s, name)}"
-    return sorted(runs, key=lambda run: (run.kind != "BF16", run.label, run.s.seed))
-
-def runs_table(runs):
-    """A line a run, compared with the bf16 run among them."""
-    rows = [["run", "data", "seed", "steps", "validation loss", "loss error",
-             "noise, %", "tokens/s", "folder"]]
-    for run in runs:
-        def last(values, form):
-            """The last of {step: value}, with its step if the run has gone on since."""
-            if not values:
-                return ""
-            step, value = max(values.items())
-            return form.format(value) + (f" at {step}" if step < run.done else "")
-        bf16, errors = run.errors(runs)
-        error = last(errors, "{:+.2%}") if bf16 else "no bf16 run"
-        noise = {step: 100 * value for step, value in run.logged("noise").items()}
-        speeds = run.logged("tokens_per_s").values()
-        rows.append([run.label, run.s.data, str(run.s.seed),
-                     f"{run.done} of {run.s.steps}",
-                     last(run.logged("val_loss"), "{:.4f}"),
-                     "is the baseline" if bf16 is run else error, last(noise, "{:.3f}"),
-                     f"{statistics.median(speeds):,.0f}" if speeds else "",
-                     os.path.relpath(run.folder)])
-    return rows
-
-def bench_runs(args):
-    """A table of the runs under a folder, and runs.png in it."""
-    runs = find_runs(args.dir)
-    if not runs:
-        raise ValueError(f"{args.dir} has no run of train.py; "
-                         "python train.py --recipe bf16 makes one")
-    print_table(runs_table(runs))
-    figure(args.dir / "runs.png", (9, 8), draw_runs, runs)
-
-def draw_runs(fig, runs):
-    """Losses above, and below them the loss error of each run, both over the steps. A
-    format has a colour, its recipes have different lines, and seeds look alike."""
-    above, below = fig.subplots(2, 1, sharex=True)
-    looks, used, seen, highest = {}, collections.Counter(), [], 0
-    for run in runs:
-        new = run.label not in looks
-        if new:
-            line = ("-", "--", ":", "-.")[used[run.kind] % 4]
-            looks[run.label] = {"color": COLORS[run.kind], "ls": line}
-            used[run.kind] += 1
-        losses, trained = run.logged("val_loss"), run.logged("train_loss")
-        _, errors = run.errors(runs)
-        look = {"marker": "o", "ms": 3.5, "lw": 2, **looks[run.label]}
-        above.plot(losses.keys(), losses.values(), label=run.label if new else None,
-                   **look)
-        below.plot(errors.keys(), [100 * error for error in errors.values()], **look)
-        above.plot(trained.keys(), trained.values(), lw=0.6, alpha=0.4,
-                   color=COLORS[run.kind])
-        seen += [*losses.values(), *trained.values()]
-        highest = max([highest, *losses.values()])
-    if highest:                         # the first training losses would be far above
-        margin = 0.1 * (highest - min(seen)) or 0.1
-        above.set_ylim(min(seen) - margin, highest + margin)
-    above.set(ylabel="loss, nats a token",
-              title="validation loss (thin: training loss)")
-    below.axhline(0, color="black", lw=0.8, zorder=0)
-    below.set(xlabel="steps", ylabel="loss error above BF16, %", xlim=(0, None),
-              title="validation loss relative to the bf16 run with the same settings")
-    fig.legend(loc="outside lower center", ncols=2)
-
 # ---- dispatch: what the kernels compile to on GPUs that need not be here ----
+
 def calls():
     """{what is measured: the operands of rows and of columns, by their names}."""
     import kernels
@@ -1201,120 +1069,96 @@ def calls():
             "both orientations, stochastic": [name(q, "packed") for q in dy],
             "dY of a layer": [name(q, "decoded") for q in dy]}
 
-def lower(kernel, name, arch):
-    """Compile quantize_kernel for one of calls(), or matmul_kernel for a recipe.
+def compiled(kernel, name, arch):
+    """The code of quantize_kernel for one of calls(), or of matmul_kernel for a recipe,
+    by its language.
 
-    Returns tensor-core instructions and their count, and how many instructions move
-    registers to memory or back (spills). Of a quantizer for NVIDIA's GPUs also its
-    instructions for each number, its registers, and, for the store of codes or values
-    that does worst, the sectors that a warp writes at once and how full they are."""
+    This calls what launches the kernel, with tensors without memory. Triton is told
+    that a GPU is here, and to compile without a launch."""
     import kernels
+    from triton import JITFunction
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    if kernel == "quantize_kernel":
-        rows, cols = map(kernels.operand_of, calls()[name])
-        TR, TC = kernels.SHAPES[rows is not None, cols is not None]
-        options = {}
-        constants = dict(ROWS=rows, COLS=cols, TR=TR, TC=TC, stride_c=1)
-        types = {"x_ptr": "*bf16", "signs": "i32", "R": "i32", "C": "i32",
-                 "stride_r": "i32"}
-        for side, Q in (("row", rows), ("col", cols)):
-            if Q and Q.form == "decoded":
-                types[f"{side}_ptr"] = "*bf16"
-            elif Q:
-                types |= {f"{side}_ptr": "*u8", f"{side}_scales_ptr": "*fp32"}
-            if Q and Q.stochastic:
-                types["key_ptr"] = "*i32"
-    else:
-        path, block = kernels.route(RECIPES[name], arch), RECIPES[name].block
-        (BM, BN, BK), options = kernels.product_shape(path, block, arch)
-        codes, width = ("u8", BK // 2) if path == "fp4" else ("i32", BK // 8)
-        constants = dict(PATH=path, BLOCK=block, BM=BM, BN=BN, BK=BK)
-        scale = "fp8e4nv" if block == 16 else "u8"
-        types = {"c_ptr": "*bf16", "M": "i32", "N": "i32", "K": "i32"}
-        for side, rows in (("a", BM), ("b", BN)):
-            types |= {f"{side}_desc": f"tensordesc<{codes}[{rows}, {width}]>",
-                      f"{side}_scale_desc": f"tensordesc<{scale}[{rows // 128}, "
-                                            f"{BK // block // 4}, 2, 256]>"}
-            if block == 16:                         # a scale for the whole tensor
-                types[f"{side}_t_ptr"] = "*fp32"
-    function = getattr(kernels, kernel)
-    for n in function.arg_names:
-        if n not in types:
-            constants.setdefault(n, None)           # a pointer to what is not there
-    types = {n: types.get(n, "constexpr") for n in function.arg_names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(function.arg_names)
-               if types[n][0] in "*i" and n != "signs"}
-    cuda = arch.startswith("sm_")
+    from triton.runtime import driver
     target = GPUTarget("hip", arch, 64)
-    if cuda:
+    if arch.startswith("sm_"):
         target = GPUTarget("cuda", int(arch[3:]), 32)
-    asm = kernels.triton.compile(ASTSource(function, types, constants, aligned),
-                                 options=options, target=target).asm
-    text = asm["ptx" if cuda else "amdgcn"]
+    driver.set_active(types.SimpleNamespace(
+        get_current_target=lambda: target, get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0))
+    kernels.architecture = lambda device: arch
+    found, run = [], JITFunction.run
+
+    def compile_only(self, *args, warmup, **options):
+        found.append(run(self, *args, warmup=True, **options))
+    JITFunction.run = compile_only
+    x = torch.empty(8192, 8192, dtype=torch.bfloat16, device="meta")
+    keys = torch.empty(2, 2, dtype=torch.int32, device="meta")
+    if kernel == "quantize_kernel":
+        kernels.launch_quantize(x, 0, keys, *calls()[name])
+    else:
+        a, _ = kernels.quantize(x, RECIPES[name], "x", "fprop", native=True)
+        kernels.launch_matmul(*a[:3], *a[:3], a.name, x.dtype)
+    return found[-1].asm
+
+def count(kernel, name, arch):
+    """Count in this code. Returns its tensor-core instructions and how many they are.
+    For NVIDIA's GPUs also how many instructions move registers to memory and back
+    (spills). Of a quantizer also its instructions for each number, its registers, and
+    written() of its worst store."""
+    asm = compiled(kernel, name, arch)
+    text = asm["ptx" if "ptx" in asm else "amdgcn"]
     found = collections.Counter(re.findall(
         r"(?:tcgen05\.|\bw?g?)mma[._][^ ;]*|v_mfma\S*", text))
     names = [name.split(".f32")[0] for name in found]           # without the types
     result = {"instruction": " + ".join(names), "count": sum(found.values())}
-    if not cuda:
-        spills = re.search(r"vgpr_spill_count:\s*(\d+)", asm["amdgcn"])[1]
-        return result | {"spills": int(spills)}
-    ops = re.findall(r"\t(?:@!?U?P\w+ )?(?!NOP)([A-Z][\w.]+)", asm["sass"])
+    if "ptx" in asm:
+        ops = re.findall(r"\t(?:@!?U?P\w+ )?(?!NOP)([A-Z][\w.]+)", asm["sass"])
+        result["spills"] = sum(op.startswith(("STL", "LDL")) for op in ops)
     if kernel == "quantize_kernel":
+        import kernels
+        TR, TC = kernels.SHAPES[True, calls()[name][1] is not None]
         result["per_element"] = len(ops) / (TR * TC / 128)      # 4 warps share a tile
-        result["registers"] = registers(asm["cubin"])
-        decoded = (rows or cols).form == "decoded"
-        dtype, bits = ("bf16", 16) if decoded else ("i32", 4)
-        lengths = [n * bits // 8 for n, Q in ((TC, rows), (TR, cols)) if Q]
-        result["full"], result["sectors"] = min(written(asm["ttgir"], dtype, lengths))
-    return result | {"spills": sum(op.startswith(("STL", "LDL")) for op in ops)}
+        # From R0 to the last one. The hardware takes two more
+        registers = re.findall(r"\bR(\d+)", asm["sass"])
+        result["registers"] = max(map(int, registers)) + 3
+        result["full"], result["sectors"] = min(written(asm["ttgir"]))
+    return result
 
-def registers(cubin):
-    """How many registers a thread of a compiled kernel has."""
-    with tempfile.NamedTemporaryFile() as file:
-        file.write(cubin)
-        file.flush()
-        from triton import knobs
-        tool = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        usage = subprocess.run(tool, text=True, capture_output=True, check=True).stdout
-    return int(re.search(r"REG:(\d+)", usage)[1])
-
-def written(ttgir, dtype, lengths):
-    """For each store of a dtype, "i32" or "bf16": how full the sectors are that a warp
-    writes at once, and how many they are.
+def written(ttgir):
+    """For each store of codes or values: how full the sectors are that a warp writes at
+    once, and how many they are.
 
     A sector is 32 bytes of memory. To write a part of it takes as long as all of it.
-    ttgir: Triton's own code, whose layouts say which numbers a lane of the warp has.
-    lengths: the bytes in a row of each tile that is stored, whole sectors."""
-    size = 2 if dtype == "bf16" else 4
+    ttgir: Triton's own code, whose layouts say which numbers a lane of the warp has. A
+    row of a tile in memory is whole sectors."""
     layouts = dict(re.findall(r"^(#\w+) = #ttg\.blocked<{(.*)}>", ttgir, re.M))
-    stores = re.findall(rf"tt\.store .*: tensor<([\dx]+)x!tt\.ptr<{dtype}>, (#\w+)>",
-                        ttgir)
+    stores = re.findall(
+        r"tt\.store .*: tensor<([\dx]+)x!tt\.ptr<(i32|bf16)>, (#\w+)>", ttgir)
     found = []
-    for (shape, layout), length in zip(stores, lengths, strict=True):
-        shape = [int(n) for n in shape.split("x")]
+    for shape, dtype, layout in stores:
+        size, shape = {"i32": 4, "bf16": 2}[dtype], [int(n) for n in shape.split("x")]
         held, lanes, _, order = ([int(n) for n in part.split(", ")] for part in
                                  re.findall(r"\[([\d, ]+)\]", layouts[layout]))
         at_once = min(held[-1], 16 // size) if order[0] == len(shape) - 1 else 1
-        places = set()                              # (row, byte) of each number
+        numbers = set()                         # of the tile, counted row by row
         for lane in range(32):
-            number = 0                              # of the tile, counted row by row
+            first = 0
             for d in order:
                 i = lane % lanes[d] * held[d] % shape[d]
-                number += i * math.prod(shape[d + 1:])
+                first += i * math.prod(shape[d + 1:])
                 lane //= lanes[d]
-            places |= {divmod((number + i) * size, length) for i in range(at_once)}
-        touched = {(row, byte // 32) for row, byte in places}
-        found.append((len(places) * size / (32 * len(touched)), len(touched)))
+            numbers.update(range(first, first + at_once))
+        sectors = {number * size // 32 for number in numbers}
+        found.append((len(numbers) * size / (32 * len(sectors)), len(sectors)))
     return found
 
 def lowering(*call, python=sys.executable):
-    """lower(*call) in a process of its own, without the interpreter.
+    """count(*call) in a process of its own, without the interpreter.
 
     A compiler that fails an assertion ends its process: {"error": its last line}."""
     env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_ALWAYS_COMPILE": "1"}
     code = ("import json, sys, bench; "
-            "print(json.dumps(bench.lower(*json.loads(sys.argv[1]))))")
+            "print(json.dumps(bench.count(*json.loads(sys.argv[1]))))")
     done = subprocess.run([python, "-c", code, json.dumps(call)], cwd=HERE,
                           text=True, capture_output=True, env=env)
     if done.returncode:
@@ -1323,6 +1167,7 @@ def lowering(*call, python=sys.executable):
 
 def bench_dispatch(args):
     import kernels
+
     def product(arch, recipe):
         path = kernels.route(RECIPES[recipe], arch)
         if path == "cublas":
@@ -1338,82 +1183,63 @@ def bench_dispatch(args):
 
     def table(what, cell, rows, columns):
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            cells = {row: pool.map(cell, itertools.repeat(row), columns)
-                     for row in rows}
-        return [[what, *columns], *([row, *found] for row, found in cells.items())]
+            cells = [pool.map(cell, itertools.repeat(row), columns) for row in rows]
+            return [[what, *columns], *([row, *of] for row, of in zip(rows, cells))]
 
-    columns, version = {}, "import triton; print(triton.__version__)"
+    columns = {}
     for python in (sys.executable, *args.python):
-        found = subprocess.run([python, "-c", version], text=True, capture_output=True)
-        if found.returncode:
-            raise ValueError(f"{python} cannot import Triton: {found.stderr[-200:]}")
+        version = subprocess.run(
+            [python, "-c", "import triton; print(triton.__version__)"], text=True,
+            stdout=subprocess.PIPE, check=True).stdout.strip()
         for arch in ("sm_80", "sm_90", "sm_100"):
-            columns[f"{arch}, Triton {found.stdout.strip()}"] = arch, python
-    here = kernels.triton.__version__
+            columns[f"{arch}, Triton {version}"] = arch, python
     finish("dispatch", {
-        "dispatch": table(f"path: instruction, count (Triton {here})", product,
+        "dispatch": table("path: instruction, count "
+                          f"(Triton {kernels.triton.__version__})", product,
                           ("sm_90", "sm_100", "sm_120", "gfx950"),
                           ("ufp4-e4m3", "ufp4-mx", "nvfp4", "mxfp4")),
         "quantize": table("instructions for a number; registers, spills; sectors, full",
                           quantizer, calls(), columns)})
 
-# ---- kernels: speed on a GPU, as ratios to what that GPU can do; tune ----
-def random_keys(device):
-    """A key for rows and one for columns."""
-    return torch.stack([ufp4.random_key(device) for _ in range(2)])
-
-def cuda_graph(f):
-    """What f launches, captured, after three calls in which it may compile."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            f()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        f()
-    return graph
+# ---- kernels: speed on a GPU, as ratios to what that GPU can do ----
 
 def bench_kernels(args):
     import kernels
-    from triton.testing import do_bench
-    timed, median = functools.partial(do_bench, return_mode="all"), statistics.median
-    rows = [["on a GPU", "target (aim)", torch.cuda.get_device_name()]]
+    from triton.testing import do_bench, do_bench_cudagraph
+    timed = functools.partial(do_bench, return_mode="all")
+    as_graph = functools.partial(do_bench_cudagraph, return_mode="all")
+    on_gpu, median = {"device": "cuda", "dtype": torch.bfloat16}, statistics.median
+    keys = torch.zeros(2, 2, device="cuda", dtype=torch.int32)
+    rows = [["on a GPU", torch.cuda.get_device_name()]]
 
-    def row(name, target, value, ms):
-        rows.append([name, target, f"{value:.2f}; {spread(ms, '{:.3f}')} ms"])
+    def row(name, value, ms):
+        rows.append([name, f"{value:.2f}; {spread(ms, '{:.3f}')} ms"])
 
-    def against_bf16(name, target, bf16, ours):
-        row(f"{name}, `ufp4` / bf16", target, median(ours) / median(bf16), ours)
+    def against_bf16(name, bf16, ours):
+        row(f"{name}, `ufp4` / bf16", median(ours) / median(bf16), ours)
 
-    def quantize(names, x):
-        return torch.ops.ufp4.quantize(x, 0, keys, *names)     # 0: the seed of signs
-    on_gpu, keys = {"device": "cuda", "dtype": torch.bfloat16}, random_keys("cuda")
+    def quantize(x, names):
+        return torch.ops.ufp4.quantize(x, 0, keys, *names)      # 0: the seed of signs
+
     x, w, y = (torch.randn(8192, 8192, **on_gpu) for _ in range(3))
     copied = 2 * x.nbytes / median(timed(lambda: y.copy_(x)))   # bytes a millisecond
-    targets = "at least 0.70 (0.80)", "at least 0.50 (0.60)", "at least 0.38 (0.45)"
-    for (name, names), target in zip(calls().items(), targets):
-        ms = timed(lambda: quantize(names, x))
-        written = [t for t in quantize(names, x) if t is not None]
-        moved = x.nbytes + sum(t.nbytes for t in written)
-        row(f"quantize, {name}: share of copy bandwidth", target,
+    for name, names in calls().items():
+        ms = timed(lambda: quantize(x, names))
+        moved = x.nbytes + sum(t.nbytes for t in quantize(x, names) if t is not None)
+        row(f"quantize, {name}: share of copy bandwidth",
             moved / median(ms) / copied, ms)
     rotated = calls()["one orientation, nearest"]
     plain = [kernels.operand_name(Quantizer(ufp4.E1M2), "packed"), None]
-    unrotated = median(timed(lambda: quantize(plain, x)))
-    ms = timed(lambda: quantize(rotated, x))
-    row("RHT + quantize in one kernel / quantize alone",
-        "at most 1.06 (1.02), the paper's", median(ms) / unrotated, ms)
+    unrotated = median(timed(lambda: quantize(x, plain)))
+    ms = timed(lambda: quantize(x, rotated))
+    row("RHT + quantize in one kernel / quantize alone", median(ms) / unrotated, ms)
     h = ufp4.rotate(torch.eye(16), RECIPES["ufp4"].signs).to(x)
-    ms = timed(lambda: quantize(plain, (x.view(-1, 16) @ h).view(x.shape)))
-    row("RHT, then quantize / quantize alone", "the paper's 1.72",
-        median(ms) / unrotated, ms)
-    a, b = (kernels.Packed(*quantize(rotated, t)[:3], rotated[0]) for t in (x, w))
-    cublas = median(timed(lambda: torch.mm(x, w.T, out=y)))
+    ms = timed(lambda: quantize((x.view(-1, 16) @ h).view(x.shape), plain))
+    row("RHT, then quantize / quantize alone", median(ms) / unrotated, ms)
+    a, b = (kernels.Packed(*quantize(t, rotated)[:3], rotated[0]) for t in (x, w))
+    bf16 = median(timed(lambda: torch.mm(x, w.T, out=y)))
     ms = timed(lambda: kernels.matmul(a, b, x.dtype))
-    row("packed GEMM, decoded for cuBLAS: share of cuBLAS bf16", "at least 0.55",
-        cublas / median(ms), ms)
+    row("packed GEMM, decoded for cuBLAS: share of cuBLAS bf16", bf16 / median(ms), ms)
     v, dy = (torch.randn(8192, 4096, **on_gpu) for _ in range(2))
     v.requires_grad_()
     layers = [ufp4.Linear(4096, 4096, bias=False, **on_gpu, recipe=recipe)
@@ -1421,176 +1247,152 @@ def bench_kernels(args):
 
     def both_passes(layer):
         torch.autograd.grad(layer(v), (v, layer.weight), dy)
-
-    def finished(f):
-        f()
-        torch.cuda.synchronize()
-    steps = [functools.partial(both_passes, layer) for layer in layers]
-    against_bf16("linear layer, forward + backward", "at most 1.50 (1.30)",
-                 *interleaved([functools.partial(finished, f) for f in steps], 30))
-    graphs = [cuda_graph(f).replay for f in steps]      # no Python between launches
-    against_bf16("linear layer, as a CUDA graph", "at most 1.25 (1.18)",
-                 *interleaved([functools.partial(finished, f) for f in graphs], 30))
-    wait = torch.cuda.synchronize
-    _, bf16, _, ours = interleaved([wait, steps[0], wait, steps[1]], 30)
-    against_bf16("linear layer, until all is launched", "", bf16, ours)
-    for name, target, flags in (
-            ("`small`", "", "--model small"),
-            ("`small`, compiled", "at most 1.6 (1.3)", "--model small --compile"),
-            ("1B parameters, compiled", "at most 1.3 (1.15)",
+        if not torch.cuda.is_current_stream_capturing():
+            torch.cuda.synchronize()
+    passes = [functools.partial(both_passes, layer) for layer in layers]
+    against_bf16("linear layer, forward + backward", *interleaved(passes, 30))
+    # Without Python's time
+    against_bf16("linear layer, as a CUDA graph", *map(as_graph, passes))
+    for name, flags in (
+            ("`small`", "--model small"),
+            ("`small`, compiled", "--model small --compile"),
+            ("1B parameters, compiled",
              "--model small --layers 16 --dim 2048 --heads 16 --hidden 5632 "
              "--seq-len 2048 --batch-size 4 --compile")):
-        flags += " --device cuda --dtype bfloat16"
-        s = train.parse_args(flags.split())
+        s = train.parse_args(f"{flags} --device cuda --dtype bfloat16".split())
         torch.compiler.reset()      # or a second model's sizes would be variables
         steps = [training_step(s, recipe, 50304) for recipe in ("bf16", "ufp4")]
-        against_bf16(f"training step, {name}", target, *interleaved(steps, 30))
+        against_bf16(f"training step, {name}", *interleaved(steps, 30))
     finish("kernels", {"kernels": rows})
 
-def bench_tune(args):
-    """Times calls() in several tiles. kernels.SHAPES should have the best for one
-    orientation, and for dY of a layer."""
-    import kernels
-    from triton.testing import do_bench
-    x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    keys = random_keys("cuda")
-    for name, names in calls().items():
-        for tile in (32, 64), (64, 64), (32, 128), (64, 128), (128, 64):
-            kernels.SHAPES = dict.fromkeys(kernels.SHAPES, tile)
-            ms = do_bench(lambda: torch.ops.ufp4.quantize(x, 0, keys, *names),
-                          return_mode="all")
-            print(f"{spread(ms, '{:.3f}')} ms: {name}, {tile}", flush=True)
-
-# ---- plan: what a run costs, counted, not measured ----
-# Peaks in TFLOP/s without sparsity, by path of kernels.route; a path that is not here
-# multiplies in BF16. From NVIDIA's data sheets of the H200 and, an eighth, the HGX B200
-PEAKS = {"H200": ("sm_90", {"bf16": 989}),
-         "B200": ("sm_100", {"bf16": 2250, "fp8": 4500, "fp4": 9000})}
+# ---- plan and runs: before and after train.py ----
 
 def bench_plan(args):
-    """What train.py with the flags args.train would take on args.gpus GPUs."""
+    """The size of a run of train.py on args.gpus GPUs, counted, not measured."""
     s, gpus = train.parse_args(args.train), args.gpus
     if s.batch_size % (gpus * s.grad_accum):
         raise ValueError(f"--batch-size {s.batch_size} must be a multiple of {gpus} "
                          f"GPUs x --grad-accum {s.grad_accum}")
-    recipe = train.make_recipe(s)
-    model, total, active, flops = counted(s, recipe)
-    quantized = 6 * sum(m.weight.numel() for m in model.modules()
-                        if isinstance(m, ufp4.Linear) and m.recipe.fmt is not None)
-    layer = sum(p.numel() for p in model.blocks.parameters()) / s.layers
-    cast = s.layers if recipe.fmt is None else s.keep_bf16      # that multiply in BF16
-    # Numbers of a token in a block that the backward pass needs. The layers' inputs are
-    # in 4 bits if quantized. In BF16 are qkv, the turned q and k, attention's output,
-    # of an MLP gate, up and silu(gate), and what a mixture sums; in float32 the two
-    # norms' inputs and outputs
-    mlps = s.top_k + 1                                  # with the shared or only one
-    inputs = 2 * s.dim + mlps * (s.dim + s.hidden)
-    bf16 = 6 * s.dim + 3 * mlps * s.hidden + s.top_k * s.dim
-    scale = 4 if recipe.scale is ufp4.scale_fp32 else 1     # bytes a block
-    kept = 2 if recipe.fmt is None else 0.5 + scale / recipe.block
-    block = kept * inputs + 2 * bf16 + 4 * 4 * s.dim
-    blocks = 4 * s.dim * s.layers + block if s.remat else block * s.layers
-    tokens = s.batch_size * s.seq_len // (gpus * s.grad_accum)
-    cast_layers = min(1, cast) if s.remat else cast
-    outside = total - s.layers * layer                      # embedding, head and norm
-    sizes = {
-        "weights, gradients and AdamW's state": 16 * total / gpus,
-        # by FSDP: what is outside, with gradients; two blocks, and the gradient of one
-        "gathered": 4 * (2 * outside + 3 * layer) * (gpus > 1),
-        "weights cast to BF16": 2 * (model.lm_head.weight.numel()
-                                     + layer * cast_layers),
-        f"activations of {tokens} tokens": tokens * (
-            blocks + 10 * (s.dim + vocabulary(s.data)))}
+    _, total, active, flops = counted(s, train.make_recipe(s))
+    tokens, gib = s.batch_size * s.seq_len, 16 * total / gpus / 2**30
     print(f"{s.model}, {train.variant(s)}, {gpus} GPU{'s' * (gpus > 1)}: "
-          f"{total / 1e9:.3f}B parameters, "
-          f"{active / 1e9:.3f}B active a token, {flops / 1e9:.3f} GFLOPs a token, "
-          f"{quantized / flops:.0%} of them in quantized layers other than experts")
-    for name, size in [*sizes.items(), ("together", sum(sizes.values()))]:
-        print(f"{name:37}{size / 2**30:10.2f} GiB a GPU")
-    try:
-        import kernels
-    except ImportError as e:
-        print(f"bounds on speed depend on the kernels, which cannot be imported: {e}")
-        return
-    for gpu, (arch, peaks) in PEAKS.items():
-        path = kernels.route(recipe, arch)              # experts' products are in BF16
-        seconds = quantized / peaks.get(path, peaks["bf16"])
-        seconds += (flops - quantized) / peaks["bf16"]
-        print(f"at most {gpus * 1e12 / seconds:,.0f} tokens/s on {gpu}, path {path} "
-              f"({arch})")
+          f"{total / 1e9:.3f}B parameters, {active / 1e9:.3f}B active a token")
+    print(f"{s.steps} steps of {tokens} tokens and {tokens * flops / 1e12:.3g} TFLOP")
+    print(f"{gib:.2f} GiB a GPU for weights, gradients and AdamW's state; on top come "
+          f"activations\nof {tokens // (gpus * s.grad_accum)} tokens")
 
-def import_file(path):
-    """Run a file of recipes. Returns the names in RECIPES that it has set."""
-    before = dict(RECIPES)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None:
-        raise ValueError(f"--with {path}: a Python file is expected, NAME.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module                     # for dataclasses
-    spec.loader.exec_module(module)
-    return [name for name in RECIPES if RECIPES[name] is not before.get(name)]
+def logged(log, name):
+    """{step: value} of the lines of a log that have this value."""
+    return {line["step"]: line[name] for line in log[1:] if line.get(name) is not None}
+
+def errors_of(log, logs):
+    """{step: loss error in %} of a run, where the bf16 run with its settings was
+    validated, too. Empty without such a run among the logs."""
+    for other in logs:
+        if train.is_baseline(other[0], log[0]):
+            bf16 = logged(other, "val_loss")
+            return {step: 100 * (loss / bf16[step] - 1)
+                    for step, loss in logged(log, "val_loss").items() if step in bf16}
+    return {}
+
+def bench_runs(args):
+    """A table of the runs in a folder, at their last validation, and runs.png in it."""
+    logs = {}
+    for path in sorted(args.dir.glob("*/log.jsonl")):
+        try:
+            logs[path.parent.name] = train.read_log(path)
+        except ValueError as e:
+            print(f"skipped: {e}")
+    if not logs:
+        raise ValueError(f"{args.dir} has no run of train.py; "
+                         "python train.py --recipe bf16 makes one")
+
+    def last(values, form):
+        return form.format(values[max(values)]) if values else ""
+
+    rows = [["run", "data", "steps", "validation loss", "loss error, %", "tokens/s"]]
+    for name, log in logs.items():
+        s = log[0]["settings"]
+        rows.append([name, s["data"], f"{log[-1].get('step', 0)} of {s['steps']}",
+                     last(logged(log, "val_loss"), "{:.4f}"),
+                     last(errors_of(log, logs.values()), "{:+.2f}"),
+                     last(logged(log, "tokens_per_s"), "{:,.0f}")])
+    print_table(rows)
+    figure(args.dir / "runs.png", (9, 8), draw_runs, logs)
+
+def draw_runs(fig, logs):
+    """Validation losses, and below them the loss error of each run, over the steps."""
+    above, below = fig.subplots(2, 1, sharex=True)
+    for name, log in logs.items():
+        for ax, values in ((above, logged(log, "val_loss")),
+                           (below, errors_of(log, logs.values()))):
+            ax.plot(values.keys(), values.values(), "o-", ms=3.5, label=name)
+    above.set(ylabel="validation loss, nats a token")
+    below.axhline(0, color="black", lw=0.8, zorder=0)
+    below.set(xlabel="steps", ylabel="loss error above BF16, %")
+    fig.legend(*above.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+
+# ---- The commands ----
 
 def main(argv=None):
     global results_go_to
     # Saving warns of this, but one process needs none
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
     parser = argparse.ArgumentParser(description="Each claim, one command.")
+    parser.set_defaults(record=False, file=None, studies=[])
     commands = parser.add_subparsers(dest="command", required=True)
-
-    def add(name, *allowed, **how):
-        p = commands.add_parser(name, allow_abbrev=False, **how)
-        if "with" in allowed:
-            p.add_argument("--with", dest="file", type=Path, metavar="FILE",
-                           help="a Python file that adds recipes to ufp4.RECIPES")
-        if "record" in allowed:
-            p.add_argument("--record", action="store_true",
-                           help="into data/results and the pages, not into out/bench")
-        return p
-
-    add("train", "with", add_help=False, help="takes the flags of train.py")
-    p = add("plan", help="takes the flags of train.py too")
-    p.add_argument("--gpus", type=int, default=1, metavar="N")
-    p = add("runs", help="your runs of train.py: a table and curves")
-    p.add_argument("dir", nargs="?", type=Path, default=Path("out"), metavar="DIR",
-                   help="a folder that holds runs (default: out)")
-    p = add("sqnr", "record")
-    p.add_argument("dir", type=Path, metavar="DIR", help="the folder of a run")
-    for name in ("bias", "cpu", "kernels"):
-        add(name, "record")
-    p = add("dispatch", "record")
-    p.add_argument("--python", nargs="+", default=[], metavar="PATH",
-                   help="Pythons of environments with other versions of Triton")
-    add("tune")
-    add("readme")
-    p = add("study", "with", "record", epilog="More flags are for train.py.")
+    add = functools.partial(commands.add_parser, allow_abbrev=False)
+    record = argparse.ArgumentParser(add_help=False)
+    record.add_argument("--record", action="store_true",
+                        help="into data/results and the pages, not into out/bench")
+    p = add("study", parents=[record], epilog="More flags are for train.py.")
     p.add_argument("studies", nargs="+", choices=STUDIES)
     p.add_argument("--models", nargs="+", metavar="MODEL", help="some of them")
     p.add_argument("--rows", nargs="+", metavar="ROW", help="these recipes")
     p.add_argument("--seeds", type=int, metavar="N")
     p.add_argument("--jobs", type=int, metavar="N", help="runs at a time",
                    default=1 if torch.cuda.is_available() else os.cpu_count())
+    p.add_argument("--with", dest="file", type=Path, metavar="FILE",
+                   help="a Python file that adds recipes to ufp4.RECIPES")
+    for name in ("bias", "cpu", "kernels"):
+        add(name, parents=[record])
+    p = add("sqnr", parents=[record])
+    p.add_argument("dir", type=Path, metavar="DIR", help="the folder of a run")
+    p = add("dispatch", parents=[record])
+    p.add_argument("--python", nargs="+", default=[], metavar="PATH",
+                   help="Pythons of environments with other versions of Triton")
+    p = add("plan", help="takes the flags of train.py too")
+    p.add_argument("--gpus", type=int, default=1, metavar="N")
+    p = add("runs", help="your runs of train.py: a table and curves")
+    p.add_argument("dir", nargs="?", type=Path, default=Path("out"), metavar="DIR",
+                   help="the folder that holds them (default: out)")
+    add("train", add_help=False, help="takes the flags of train.py")
+    add("readme")
     args, args.train = parser.parse_known_args(argv)
     if args.train and args.command not in ("train", "plan", "study"):
         parser.error(f"unknown arguments: {' '.join(args.train)}")
-    if args.command in ("kernels", "tune"):
+    if args.command == "kernels":
         os.environ["UFP4_BACKEND"] = "triton"       # an error rather than the reference
         if not torch.cuda.is_available():
             parser.error("this measures a GPU, and torch finds none here; see dispatch")
-    results_go_to = RECORDS if getattr(args, "record", False) else OUT
+    results_go_to = RECORDS if args.record else OUT
     try:
-        args.versions, args.file = {}, getattr(args, "file", None)
-        if args.file:
-            code = f"-{zlib.crc32(args.file.read_bytes()):08x}"
-            args.versions = dict.fromkeys(import_file(args.file), code)
         if args.command == "train":
             return train.main(args.train)
         if args.command == "study" and args.record and (args.train or args.file):
             raise ValueError("--record takes no --with and no flags of train.py")
-        quick = ["quick"] if "quick" in getattr(args, "studies", ()) else []
+        args.versions = {}
+        if args.file:
+            code, before = zlib.crc32(args.file.read_bytes()), dict(RECIPES)
+            sys.path.insert(0, str(args.file.resolve().parent))
+            importlib.import_module(args.file.stem)
+            args.versions = {name: f"-{code:08x}" for name in RECIPES
+                             if RECIPES[name] is not before.get(name)}
+        quick = ["quick"] if "quick" in args.studies else []
         label = re.sub(r"\W+", "-", " ".join(quick + args.train)).strip("-")
         args.runs = OUT / (label or "runs")
         globals()[f"bench_{args.command}"](args)
-    except (ValueError, OSError) as e:
+    except (ValueError, OSError, ImportError, subprocess.CalledProcessError) as e:
         sys.exit(f"bench.py: {e}")
 
 if __name__ == "__main__":
