@@ -1347,7 +1347,7 @@ def test_kernels_what_products_compile_to(call, instruction, count, lowered):
     got = lowered[call].result()
     assert (got.get("instruction", got).startswith(instruction)
             and got["count"] == count), got
-    assert (got["spills"] or 0) <= 12, got
+    assert got.get("spills", 0) <= 12, got
 
 @needs_kernels
 @pytest.mark.parametrize("call", [
@@ -1367,8 +1367,8 @@ def test_kernels_what_a_warp_writes_at_once():
             "warpsPerCTA = [1, 1, 1], order = {}}}>\n"
             "  tt.store %1, %2, %3 : tensor<32x4x2x!tt.ptr<i32>, #a> loc(#l)")
     down, along = form.format([32, 1, 1], [2, 0, 1]), form.format([8, 4, 1], [2, 1, 0])
-    assert bench.written(down, "i32", [32]) == [(0.25, 32)]
-    assert bench.written(along, "i32", [32]) == [(1.0, 8)]
+    assert bench.written(down) == [(0.25, 32)]
+    assert bench.written(along) == [(1.0, 8)]
 
 def as_if_on(arch, monkeypatch):
     """In the interpreter, which has no GPU but multiplies as Blackwell:
@@ -1594,18 +1594,6 @@ def test_kernels_without_triton_it_says_so_once():
     said, error = done.stderr.split("Traceback")
     assert done.stdout == "True\nTrue\n" and said.count("'ufp4' runs without") == 1
     assert "ValueError" in error and all("triton" in text for text in (said, error))
-
-def test_kernels_a_plan_of_memory_needs_no_triton():
-    code = """if True:
-        import sys
-        sys.modules["triton"] = None
-        import bench
-        bench.main(["plan", "--model", "small"])
-        """
-    done = subprocess.run([sys.executable, "-c", code], cwd=HERE,
-                          capture_output=True, text=True)
-    assert ("GiB a GPU" in done.stdout
-            and "cannot be imported" in done.stdout), done.stderr
 
 # ---- train.py ------------------------------------------------------------------------
 TINY = ("--layers 2 --dim 32 --heads 2 --hidden 32 --seq-len 32 --batch-size 4 "
@@ -3074,37 +3062,29 @@ def test_bench_runs_are_compared_with_the_bf16_run_of_the_same_settings(
     like_e2m1("another-seed", seed=1)
     like_e2m1("longer", steps=99)
     like_e2m1("begun", lines=[])
-    like_e2m1("stopped", torn='{"step": 7, "train_lo', lines=[
-        line | {"noise": 0.004 if line["val_loss"] else None} for line in lines[:6]])
+    like_e2m1("stopped", torn='{"step": 7, "train_lo', lines=lines[:6])
     (out / "broken").mkdir()
     (out / "broken/log.jsonl").write_text("not a log\n")
 
-    runs = bench.find_runs(out)
-    assert "broken/log.jsonl is not the log" in capsys.readouterr().out
-    head, *rows = bench.runs_table(runs)
-    found = {Path(row[-1]).name: dict(zip(head, row)) for row in rows}
-    assert set(found) == {"bf16", "e2m1", "another-seed", "longer", "begun", "stopped"}
-    assert found["bf16"]["loss error"] == "is the baseline"
-    error = found["e2m1"]["loss error"]
-    assert error == f"{loss / bf16 - 1:+.2%}" and f"loss error {error}" in said_by_train
-    # The longer run has another label, the other seed has not
-    label = "e2m1-rht.fprop+wgrad-keep_bf16.1, steps "
-    assert found["e2m1"]["run"] == found["another-seed"]["run"] == f"{label}8"
-    assert found["longer"]["run"] == f"{label}99"
-    assert {row["data"] for row in found.values()} == {header["settings"]["data"]}
-    assert found["another-seed"]["loss error"] == "no bf16 run"
-    assert found["longer"]["loss error"] == "no bf16 run"
-    assert found["begun"]["steps"] == "0 of 8" and found["begun"]["tokens/s"] == ""
-    stopped = found["stopped"]                  # compared at its last validation
-    assert stopped["steps"] == "6 of 8" and stopped["noise, %"] == "0.400 at 4"
-    at_4 = [train.read_log(out / name / "log.jsonl")[4]["val_loss"]
-            for name in ("e2m1", "bf16")]
-    assert stopped["validation loss"] == f"{at_4[0]:.4f} at 4"
-    assert stopped["loss error"] == f"{at_4[0] / at_4[1] - 1:+.2%} at 4"
-
     bench.main(["runs", str(out)])
     said = capsys.readouterr().out
+    assert re.search("skipped: .*broken/log.jsonl", said)
     assert os.path.relpath(out / "runs.png") in said and (out / "runs.png").exists()
+    found = {line.split("  ")[0]: re.split("  +", line) for line in said.splitlines()}
+    at_4 = [train.read_log(out / name / "log.jsonl")[4]["val_loss"]
+            for name in ("e2m1", "bf16")]
+    data = header["settings"]["data"]
+    for name, steps, error in (
+            ("bf16", "8 of 8", "+0.00"),
+            ("e2m1", "8 of 8", f"{100 * (loss / bf16 - 1):+.2f}"),
+            # compared at its last validation
+            ("stopped", "6 of 8", f"{100 * (at_4[0] / at_4[1] - 1):+.2f}")):
+        assert found[name][1:3] == [data, steps] and found[name][4] == error
+    assert found["stopped"][3] == f"{at_4[0]:.4f}"
+    assert f"loss error {found['e2m1'][4]}%" in said_by_train
+    assert found["begun"][1:] == [data, "0 of 8"]
+    for name in ("another-seed", "longer"):     # without a bf16 run, no loss error
+        assert len(found[name]) == len(found["e2m1"]) - 1
     with pytest.raises(SystemExit, match="has no run of train.py"):
         bench.main(["runs", str(tmp_path / "nowhere")])
     # The tensors of a run: four kinds of layers, six operands and three results
@@ -3114,5 +3094,5 @@ def test_bench_runs_are_compared_with_the_bf16_run_of_the_same_settings(
     assert "dW of fc2" in capsys.readouterr().out
     found = json.loads((bench.OUT / "sqnr.json").read_text())["medians"]
     assert len(found) == 36 and (bench.OUT / "sqnr.png").exists()
-    with pytest.raises(SystemExit, match="has no checkpoint"):
+    with pytest.raises(SystemExit, match="there is no such checkpoint"):
         bench.main(["sqnr", str(tmp_path)])
