@@ -1100,7 +1100,7 @@ def compiled(kernel, name, arch):
         kernels.launch_matmul(*a[:3], *a[:3], a.name, x.dtype)
     return found[-1].asm
 
-def count(kernel, name, arch):
+def counts(kernel, name, arch):
     """Count in this code. Returns its tensor-core instructions and how many they are.
     For NVIDIA's GPUs also how many instructions move registers to memory and back
     (spills). Of a quantizer also its instructions for each number, its registers, and
@@ -1153,12 +1153,12 @@ def written(ttgir):
     return found
 
 def lowering(*call, python=sys.executable):
-    """count(*call) in a process of its own, without the interpreter.
+    """counts(*call) in a process of its own, without the interpreter.
 
     A compiler that fails an assertion ends its process: {"error": its last line}."""
     env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_ALWAYS_COMPILE": "1"}
     code = ("import json, sys, bench; "
-            "print(json.dumps(bench.count(*json.loads(sys.argv[1]))))")
+            "print(json.dumps(bench.counts(*json.loads(sys.argv[1]))))")
     done = subprocess.run([python, "-c", code, json.dumps(call)], cwd=HERE,
                           text=True, capture_output=True, env=env)
     if done.returncode:
@@ -1181,22 +1181,21 @@ def bench_dispatch(args):
         return r.get("error") or (f"{r['per_element']:.1f}; {r['registers']}, "
                                   f"{r['spills']}; {r['sectors']}, {r['full']:.0%}")
 
-    def table(what, cell, rows, columns):
+    def table(corner, cell, rows, columns):
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            cells = [pool.map(cell, itertools.repeat(row), columns) for row in rows]
-            return [[what, *columns], *([row, *of] for row, of in zip(rows, cells))]
+            found = {row: pool.map(cell, itertools.repeat(row), columns)
+                     for row in rows}
+            return [[corner, *columns], *([row, *of] for row, of in found.items())]
 
     columns = {}
     for python in (sys.executable, *args.python):
-        version = subprocess.run(
-            [python, "-c", "import triton; print(triton.__version__)"], text=True,
-            stdout=subprocess.PIPE, check=True).stdout.strip()
+        version = subprocess.check_output(
+            [python, "-c", "import triton; print(triton.__version__)"], text=True)
         for arch in ("sm_80", "sm_90", "sm_100"):
-            columns[f"{arch}, Triton {version}"] = arch, python
+            columns[f"{arch}, Triton {version.strip()}"] = arch, python
+    corner = f"path: instruction, count (Triton {kernels.triton.__version__})"
     finish("dispatch", {
-        "dispatch": table("path: instruction, count "
-                          f"(Triton {kernels.triton.__version__})", product,
-                          ("sm_90", "sm_100", "sm_120", "gfx950"),
+        "dispatch": table(corner, product, ("sm_90", "sm_100", "sm_120", "gfx950"),
                           ("ufp4-e4m3", "ufp4-mx", "nvfp4", "mxfp4")),
         "quantize": table("instructions for a number; registers, spills; sectors, full",
                           quantizer, calls(), columns)})
