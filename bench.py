@@ -1384,6 +1384,7 @@ def main(argv=None):
         if args.file:
             code, before = zlib.crc32(args.file.read_bytes()), dict(RECIPES)
             sys.path.insert(0, str(args.file.resolve().parent))
+            sys.modules.pop(args.file.stem, None)       # in a notebook: read it anew
             importlib.import_module(args.file.stem)
             args.versions = {name: f"-{code:08x}" for name in RECIPES
                              if RECIPES[name] is not before.get(name)}
