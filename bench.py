@@ -6,6 +6,9 @@
     python bench.py study scaling   by size, 20 bytes of text per parameter
     python bench.py study length    by the length of the text
     python bench.py study depth     by depth: does shrinkage compound?
+    python bench.py study dose      noise and shrinkage in doses: which raises the loss?
+    python bench.py study search    the paper's search for its baseline, in small
+    python bench.py study help      what lowers the loss error most
     python bench.py study scratch   whole runs under a recipe: why the others branch
     python bench.py study lr        is the learning rate right?
     python bench.py bias        how much the grids shrink, and by block scale (1 min)
@@ -223,13 +226,26 @@ class Sloped(Quantizer):
         product = (q * x).sum().clamp(min=1e-300)           # not 0, if all are zeros
         return q * (self.slope * x.square().sum() / product).float()
 
+@dataclass(eq=False)
+class Noisy(Quantizer):
+    """Adds Gaussian noise to Q(x), so that the error has `times` its own power, in each
+    block."""
+    times: float = 1.0
+
+    def __call__(self, x, rand=None):
+        q = super().__call__(x, rand)
+        error = q - Quantizer(None, signs=self.signs)(x)
+        power = error.unflatten(-1, (-1, self.block)).square().mean(-1, keepdim=True)
+        noise = torch.randn_like(q).unflatten(-1, (-1, self.block))
+        return q + ((self.times - 1) * power).sqrt().mul(noise).flatten(-2)
+
 @dataclass
 class Experiment(Recipe):
-    """A recipe with other quantizers: change(quantizer, gemm) makes them."""
+    """A recipe with other quantizers: change(quantizer, operand, gemm) makes them."""
     change: Callable = None
 
     def quantizer(self, operand, gemm):
-        return self.change(super().quantizer(operand, gemm), gemm)
+        return self.change(super().quantizer(operand, gemm), operand, gemm)
 
 def experiment(name, like, change):
     given = {f.name: getattr(RECIPES[like], f.name) for f in fields(Recipe)}
@@ -237,16 +253,43 @@ def experiment(name, like, change):
 
 # A block's maximum goes to 6 or to 4, as in arXiv 2512.02010
 experiment("four-over-six", "e2m1",
-           lambda q, gemm: Choosing(**vars(q), other=FORMATS["e2m1-max4"]))
+           lambda q, operand, gemm: Choosing(**vars(q), other=FORMATS["e2m1-max4"]))
 # A block in E2M1 or in E1M2, as in arXiv 2605.31035
-experiment("mixfp4", "e2m1", lambda q, gemm: Choosing(**vars(q), other=ufp4.E1M2))
+experiment("mixfp4", "e2m1", lambda q, operand, gemm: Choosing(**vars(q), other=ufp4.E1M2))
 # E2M1 that does not shrink, and E1M2 that shrinks as E2M1 does on Gaussian data
 experiment("e2m1-debiased", "e2m1-full-rht",
-           lambda q, gemm: Sloped(**vars(q), slope=1.0))
-experiment("ufp4-shrunk", "ufp4", lambda q, gemm: Sloped(**vars(q), slope=0.996))
+           lambda q, operand, gemm: Sloped(**vars(q), slope=1.0))
+experiment("ufp4-shrunk", "ufp4", lambda q, operand, gemm: Sloped(**vars(q), slope=0.996))
 for one in GEMMS:
-    experiment(f"ufp4-{one}-in-e2m1", "ufp4", lambda q, gemm, one=one:
+    experiment(f"ufp4-{one}-in-e2m1", "ufp4", lambda q, operand, gemm, one=one:
                replace(q, fmt=ufp4.E2M1) if gemm == one else q)
+# Doses: more noise in fprop; a smaller slope in fprop, or wherever rounding is to
+# nearest
+for times in (1.25, 1.5, 2, 3):
+    experiment(f"ufp4-noise-{times}", "ufp4", lambda q, operand, gemm, times=times:
+               Noisy(**vars(q), times=times) if gemm == "fprop" else q)
+for slope in (0.996, 0.98, 0.95, 0.9):
+    experiment(f"ufp4-slope-{slope}", "ufp4", lambda q, operand, gemm, slope=slope:
+               Sloped(**vars(q), slope=slope) if gemm == "fprop" else q)
+for slope in (0.98, 0.9):
+    experiment(f"ufp4-slope-{slope}-all", "ufp4", lambda q, operand, gemm, slope=slope:
+               Sloped(**vars(q), slope=slope))
+# SR for one operand of one GEMM more than dY
+for like in ("ufp4", "e2m1"):
+    for one in (("x", "wgrad"), ("w", "dgrad")):
+        experiment(f"{like}-sr-dy-{'-'.join(one)}", like,
+                   lambda q, operand, gemm, one=one:
+                   replace(q, stochastic=True) if (operand, gemm) == one else q)
+# A rotation without random signs
+experiment("ufp4-no-signs", "ufp4",
+           lambda q, operand, gemm: replace(q, signs=torch.ones(16)))
+
+class NoNorm(nn.RMSNorm):
+    """Stands for a norm: times a constant, which nothing divides out again. With 7 a
+    model of 2 blocks trains as well as with norms."""
+
+    def forward(self, x):
+        return 7 * self.weight * x
 
 # ---- Studies as data: models, rows, and which rows on which models ----
 
@@ -263,6 +306,8 @@ MODELS = {"nano": ["--model", "nano"],
           "dense-0.3m": sized("nano", 2, 96, 3, 256, 2645),
           "dense-0.9m": sized("nano", 4, 128, 4, 352, 8491),
           "moe-0.3m": sized("nano-moe", 2, 96, 3, 64, 2675)}
+# dense-0.3m once more, all of its rows on one machine; and without norms
+MODELS["cause-0.3m"] = MODELS["no-norms-0.3m"] = MODELS["dense-0.3m"]
 # The same with 2, 6 and 60 bytes per parameter
 for length, steps in ((2, 264), (6, 793), (60, 7934)):
     MODELS[f"dense-0.3m-{length}"] = sized("nano", 2, 96, 3, 256, steps)
@@ -278,12 +323,30 @@ ROWS = {"ufp4-rht-none": "--recipe ufp4 --rht none",
         "ufp4-sr-none": "--recipe ufp4 --sr none",
         "ufp4-sr-x-dy": "--recipe ufp4 --sr x,dy",
         "ufp4-sr-x-w-dy": "--recipe ufp4 --sr x,w,dy",
+        "e2m1-rht-none": "--recipe e2m1 --rht none",
+        "e2m1-rht-dgrad-wgrad": "--recipe e2m1 --rht dgrad,wgrad",
+        "e2m1-rht-fprop-wgrad": "--recipe e2m1 --rht fprop,wgrad",
+        "ufp4-rht-block-32": "--recipe ufp4 --rht-block 32",
+        "e2m1-sr-none": "--recipe e2m1 --sr none",
+        "e2m1-max-4": "--recipe e2m1 --fmt e2m1-max4",
         "ufp4-scratch": "--recipe ufp4", "e2m1-scratch": "--recipe e2m1",
         # half the learning rate of two models, and twice
         "lr-0.00212": "--recipe bf16 --lr 0.00212",
         "lr-0.00849": "--recipe bf16 --lr 0.00849",
         "lr-0.0015": "--recipe bf16 --lr 0.0015",
         "lr-0.006": "--recipe bf16 --lr 0.006"}
+
+# What might lower a recipe's loss error, and the share of the GEMMs' work in the blocks
+# that stays in 4 bits. What is late is so in the last sixth of the run, after the same
+# recipe without it
+HELP = {"fprop-bf16": ("--gemms dgrad,wgrad", "2/3"),
+        "late-fprop-bf16": ("--gemms dgrad,wgrad", "17/18"),
+        "late-bf16": ("--recipe bf16", "5/6"),
+        "last-block-bf16": ("--keep-bf16 1", "1/2"),
+        "first-block-bf16": ("--keep-bf16 -1", "1/2")}
+HELPED = {f"{recipe}-{what}": recipe for recipe in ("ufp4", "nvfp4") for what in HELP}
+for row, recipe in HELPED.items():
+    ROWS[row] = f"--recipe {recipe} {HELP[row.removeprefix(recipe + '-')][0]}"
 
 def row_flags(row):
     return ROWS.get(row, f"--recipe {row}").split()
@@ -309,6 +372,30 @@ GROUPS = {
                "one GEMM in E2M1": tuple(f"ufp4-{gemm}-in-e2m1" for gemm in GEMMS),
                "range of E2M1": ("e2m1-max2", "e2m1-max3", "e2m1-max4")}}
 ABLATED = sum(GROUPS["ablate"].values(), ())
+GROUPS["dose"] = {
+    "dose of noise": ("ufp4", *(f"ufp4-noise-{dose}" for dose in (1.25, 1.5, 2, 3))),
+    "slope in fprop": tuple(f"ufp4-slope-{dose}" for dose in (0.996, 0.98, 0.95, 0.9)),
+    "slope in all three GEMMs": ("ufp4-slope-0.98-all", "ufp4-slope-0.9-all"),
+    "recipe": ("e2m1", "e2m1-full-rht", "ufp4-rht-wgrad", "nvfp4")}
+# {study: {row: (the recipe that it changes, the paper's verdict on the change or the
+# share of the GEMMs' work in the blocks that stays in 4 bits)}}
+COMPARED = {
+    "search": {"e2m1-rht-none": ("e2m1", "worse"),
+               "e2m1-rht-dgrad-wgrad": ("e2m1", "worse in the end"),
+               "e2m1-rht-fprop-wgrad": ("e2m1", "worse"),
+               "e2m1-full-rht": ("e2m1", "worse"),
+               "ufp4-rht-wgrad": ("ufp4", "worse"),
+               "ufp4-rht-block-32": ("ufp4", "alike"),
+               "ufp4-no-signs": ("ufp4", ""),
+               "e2m1-sr-none": ("e2m1", "worse"),
+               "e2m1-sr-dy-x-wgrad": ("e2m1", "a little worse"),
+               "e2m1-sr-dy-w-dgrad": ("e2m1", "a little worse"),
+               "ufp4-sr-none": ("ufp4", "worse"),
+               "ufp4-sr-dy-x-wgrad": ("ufp4", ""),
+               "ufp4-sr-dy-w-dgrad": ("ufp4", ""),
+               "e2m1-max-4": ("e2m1", "worse")},
+    "help": {row: (recipe, HELP[row.removeprefix(recipe + "-")][1])
+             for row, recipe in HELPED.items()} | {"ufp4-e4m3": ("ufp4", "1")}}
 # {study: {model: rows}}
 STUDIES = {
     "quick": {"nano": sum(TWO_BY_TWO.values(), ())},
@@ -324,6 +411,19 @@ STUDIES = {
     # undo it, the effect is within 0.05% of zero at each depth. An interval wider than
     # 0.1% at 32 blocks would leave the question open.
     "depth": {name: CAUSES for name in MODELS if name.startswith("depth")},
+    # Written down before the runs. If noise of fprop is the cause, the loss error grows
+    # with the dose, in a straight line, and the line predicts each recipe within its
+    # interval. If it is not, the doses cost nothing, or the recipes are far from the
+    # line. If shrinkage is a cause, the loss error grows with 1 - slope from the first
+    # dose on. If norms and the other weights undo it, slopes down to 0.9 cost nothing
+    # in fprop. In between, the first dose that costs more than its interval says how
+    # much a tensor may shrink. In dgrad and wgrad a slope below 1 scales gradients,
+    # which AdamW divides out again, so all three GEMMs should be like fprop alone.
+    # Without norms the same slopes cost more, if it is the norms that undo them.
+    "dose": {"cause-0.3m": sum(GROUPS["dose"].values(), ()),
+             "no-norms-0.3m": ("ufp4", "ufp4-slope-0.98", "ufp4-slope-0.9")},
+    "search": {"cause-0.3m": ("ufp4", "e2m1", *COMPARED["search"])},
+    "help": {"cause-0.3m": ("ufp4", "nvfp4", *COMPARED["help"])},
     "scratch": {"dense-0.3m": ("ufp4-scratch", "e2m1-scratch")},
     "lr": {"dense-0.1m": ("lr-0.00212", "lr-0.00849"),
            "dense-0.9m": ("lr-0.0015", "lr-0.006")}}
@@ -338,7 +438,8 @@ class Job:
     """A row on a model with a seed. Its result is in result.json in its folder.
 
     A row trains the last third of the steps, from a checkpoint of the bf16 run with its
-    seed. This cancels most of what differs from seed to seed by chance."""
+    seed. This cancels most of what differs from seed to seed by chance. A late row
+    trains the last sixth, after the recipe that it helps."""
 
     def __init__(self, args, model, row, seed):
         self.key = self.model, self.row, self.seed = model, row, seed
@@ -347,17 +448,23 @@ class Job:
         # A recipe from --with is trained again when its file has changed
         name = f"{model}-{row}{args.versions.get(row, '')}-s{seed}"
         self.folder = args.runs / name
-        branch = 2 * s.steps // 3
-        self.branch = args.runs / f"{model}-bf16-s{seed}" / f"ckpt-{branch:07d}"
         self.whole = row == "bf16" or row.startswith("lr-") or row.endswith("-scratch")
-        self.first = 0 if self.whole else branch
+        late, starts = "-late-" in row, (2 * s.steps // 3, 5 * math.ceil(s.steps / 6))
+        self.after = HELPED[row] if late else "bf16"
+        self.first = 0 if self.whole else starts[late]
         self.steps = s.steps - self.first               # its own
+        self.branch = (args.runs / f"{model}-{self.after}-s{seed}"
+                       / f"ckpt-{self.first:07d}")
+        # The checkpoint that other rows start from
+        kept = starts[0] if row == "bf16" else starts[1]
+        self.kept = self.folder / f"ckpt-{kept:07d}"
+        self.keeps = row == "bf16" or row in HELPED.values()
         # It validates once, at the end: on the whole text, and in `quick` on a quarter
         windows = (len(read_tokens(prepare(s.data).val[0])) - 1) // s.seq_len
         if "quick" in args.studies:
             windows = max(1, windows // 4)
         self.more = [*f"--sample 0 --eval-interval 1000000 --eval-windows {windows} "
-                     f"--save-interval {branch} --out".split(), str(self.folder)]
+                     f"--save-interval {kept} --out".split(), str(self.folder)]
 
     def command(self, file):
         """The command line: the one place that knows how train.py is called."""
@@ -368,12 +475,14 @@ class Job:
             flags += ["--resume", str(self.folder)]
         elif not self.whole:
             flags += ["--resume", str(self.branch)]
+        if self.model.startswith("no-norms"):
+            flags += ["--no-norms"]
         return [sys.executable, __file__, "train", *flags]
 
     def result(self):
-        """What the run has left, or None. Of a bf16 run that is a checkpoint, too."""
+        """What the run has left, or None. Of some that is a checkpoint, too."""
         path = self.folder / "result.json"
-        if path.exists() and (self.row != "bf16" or self.branch.exists()):
+        if path.exists() and (self.kept.exists() or not self.keeps):
             return json.loads(path.read_text())
 
     def done(self):
@@ -409,7 +518,7 @@ class Job:
                       "noise": last.get("noise")}
         save(self.folder / "result.json", result)
         for path in train.checkpoints(self.folder):
-            if path != self.branch:
+            if not (self.keeps and path == self.kept):
                 shutil.rmtree(path)
 
 def run_all(args, jobs):
@@ -423,10 +532,11 @@ def run_all(args, jobs):
     futures = {}
     with (concurrent.futures.ThreadPoolExecutor(args.jobs) as pool,
           tqdm(total=sum(job.steps for job in jobs), unit=" steps") as bar):
-        for job in sorted(jobs, key=lambda job: job.row != "bf16"):
+        for job in sorted(jobs, key=lambda job: (job.row != "bf16",
+                                                 job.after != "bf16")):
             together = first if job.row == "bf16" else len(jobs) - first
             threads = max(1, os.cpu_count() // min(args.jobs, together))
-            before = futures.get((job.model, "bf16", job.seed))
+            before = futures.get((job.model, job.after, job.seed))
             futures[job.key] = pool.submit(job.run, args.file, threads, before)
         try:
             while concurrent.futures.wait(futures.values(), 1).not_done:
@@ -865,7 +975,8 @@ def jobs_of(args):
             if name not in STUDIES[study]:
                 raise ValueError(f"study {study} has no model {name!r}, only "
                                  f"{', '.join(STUDIES[study])}")
-            for row in ("bf16", *(args.rows or STUDIES[study][name])):
+            rows = args.rows or STUDIES[study][name]
+            for row in ("bf16", *(HELPED[r] for r in rows if "-late-" in r), *rows):
                 ufp4.lookup("row", row, RECIPES | ROWS)
                 for seed in range(args.seeds or seeds_of(study, name)):
                     job = Job(args, name, row, seed)
@@ -1478,7 +1589,7 @@ def bench_plan(args):
     quantized = 6 * sum(m.weight.numel() for m in model.modules()
                         if isinstance(m, ufp4.Linear) and m.recipe.fmt is not None)
     layer = sum(p.numel() for p in model.blocks.parameters()) / s.layers
-    cast = s.layers if recipe.fmt is None else s.keep_bf16      # that multiply in BF16
+    cast = s.layers if recipe.fmt is None else abs(s.keep_bf16)     # that multiply in BF16
     # Numbers of a token in a block that the backward pass needs. The layers' inputs are
     # in 4 bits if quantized. In BF16 are qkv, the turned q and k, attention's output,
     # of an MLP gate, up and silu(gate), and what a mixture sums; in float32 the two
@@ -1547,7 +1658,8 @@ def main(argv=None):
                            help="into data/results and the pages, not into out/bench")
         return p
 
-    add("train", "with", add_help=False, help="takes the flags of train.py")
+    p = add("train", "with", add_help=False, help="takes the flags of train.py")
+    p.add_argument("--no-norms", action="store_true")
     p = add("plan", help="takes the flags of train.py too")
     p.add_argument("--gpus", type=int, default=1, metavar="N")
     p = add("runs", help="your runs of train.py: a table and curves")
@@ -1583,6 +1695,8 @@ def main(argv=None):
             code = f"-{zlib.crc32(args.file.read_bytes()):08x}"
             args.versions = dict.fromkeys(import_file(args.file), code)
         if args.command == "train":
+            if args.no_norms:
+                train.nn.RMSNorm = NoNorm
             return train.main(args.train)
         if args.command == "study" and args.record and (args.train or args.file):
             raise ValueError("--record takes no --with and no flags of train.py")
