@@ -7,6 +7,7 @@
     python bench.py study length    by the length of the text
     python bench.py study depth     by depth: does shrinkage compound?
     python bench.py study dose      noise and shrinkage in doses: which raises the loss?
+    python bench.py study norms     the same shrinkage in a model without norms
     python bench.py study search    the paper's search for its baseline, in small
     python bench.py study help      what lowers the loss error most
     python bench.py study scratch   whole runs under a recipe: why the others branch
@@ -131,7 +132,7 @@ def fill_pages():
 def bench_readme(args):
     """Make the pages' tables and figures anew, without measuring."""
     results = Results(read("runs"))
-    draw_studies(results, RECORDS, ["loss"])
+    draw_studies(results, RECORDS, ["loss", "dose"])
     figure(RECORDS / "sqnr.png", (10, 6), draw_sqnr, read("sqnr")["medians"])
     figure(RECORDS / "hero.png", (8.75, 4.9), draw_hero, results)
     fill_pages()
@@ -255,11 +256,13 @@ def experiment(name, like, change):
 experiment("four-over-six", "e2m1",
            lambda q, operand, gemm: Choosing(**vars(q), other=FORMATS["e2m1-max4"]))
 # A block in E2M1 or in E1M2, as in arXiv 2605.31035
-experiment("mixfp4", "e2m1", lambda q, operand, gemm: Choosing(**vars(q), other=ufp4.E1M2))
+experiment("mixfp4", "e2m1",
+           lambda q, operand, gemm: Choosing(**vars(q), other=ufp4.E1M2))
 # E2M1 that does not shrink, and E1M2 that shrinks as E2M1 does on Gaussian data
 experiment("e2m1-debiased", "e2m1-full-rht",
            lambda q, operand, gemm: Sloped(**vars(q), slope=1.0))
-experiment("ufp4-shrunk", "ufp4", lambda q, operand, gemm: Sloped(**vars(q), slope=0.996))
+experiment("ufp4-shrunk", "ufp4",
+           lambda q, operand, gemm: Sloped(**vars(q), slope=0.996))
 for one in GEMMS:
     experiment(f"ufp4-{one}-in-e2m1", "ufp4", lambda q, operand, gemm, one=one:
                replace(q, fmt=ufp4.E2M1) if gemm == one else q)
@@ -419,9 +422,10 @@ STUDIES = {
     # in fprop. In between, the first dose that costs more than its interval says how
     # much a tensor may shrink. In dgrad and wgrad a slope below 1 scales gradients,
     # which AdamW divides out again, so all three GEMMs should be like fprop alone.
+    "dose": {"cause-0.3m": sum(GROUPS["dose"].values(), ())},
     # Without norms the same slopes cost more, if it is the norms that undo them.
-    "dose": {"cause-0.3m": sum(GROUPS["dose"].values(), ()),
-             "no-norms-0.3m": ("ufp4", "ufp4-slope-0.98", "ufp4-slope-0.9")},
+    "norms": dict.fromkeys(("cause-0.3m", "no-norms-0.3m"),
+                           ("ufp4", "ufp4-slope-0.98", "ufp4-slope-0.9")),
     "search": {"cause-0.3m": ("ufp4", "e2m1", *COMPARED["search"])},
     "help": {"cause-0.3m": ("ufp4", "nvfp4", *COMPARED["help"])},
     "scratch": {"dense-0.3m": ("ufp4-scratch", "e2m1-scratch")},
@@ -671,7 +675,8 @@ SERIES = {"scaling": ("model", CORE, {"`e2m1` minus `ufp4`, %": GAP}),
           "length": ("bytes per parameter", CORE[:2], {"`e2m1` minus `ufp4`, %": GAP}),
           "depth": ("blocks", CAUSES, {"effect of the grid, %": GRID,
                                        "effect of shrinking, %": SHRINKING})}
-ON_PAGES = ("loss", "ablate", *SERIES, "lr")        # the studies whose tables are there
+# The studies whose tables are on the evidence page
+ON_PAGES = ("loss", "ablate", *SERIES, "dose", "norms", *COMPARED, "lr")
 
 def table(results, head, lines):
     """Rows of text, but for empty rows and columns. Weights become a cell."""
@@ -689,6 +694,8 @@ def tables_of(results, studies=ON_PAGES, rows=None):
     for study in studies:
         if study in SERIES and not rows:
             tables[study] = series_table(results, study)
+        if study in COMPARED and not rows:
+            tables[study] = compared_table(results, study)
     if "lr" in studies:
         tables["lr"] = table(
             results, ["model", "learning rate", "more loss, % (seeds)"],
@@ -705,7 +712,7 @@ def groups_of(results, studies, rows):
     found = []
     for study in studies:
         models = [m for m in STUDIES[study] if (m, "bf16") in results.errors]
-        if models and (rows or study not in (*SERIES, "lr")):
+        if models and (rows or study not in (*SERIES, *COMPARED, "lr")):
             groups = {"": rows} if rows else GROUPS.get(study)
             found.append((study, models, groups or {"": STUDIES[study][models[0]]}))
     return found
@@ -743,7 +750,7 @@ def rows_table(results, models, groups):
     group_of = {row: group for group, rows in groups.items() for row in rows}
     columns = [columns_of(results, model, group_of) for model in models]
     count = 4 if len(models) == 1 else 3
-    head, lines = ["row", ""], []
+    head, lines, doses = ["row", ""], [], set(DOSES) <= set(group_of)
     for model in models:
         head += [f"`{model}`: loss error, % (seeds)", "minus `ufp4`, %",
                  "noise of fprop, %", "slope of fprop"][:count]
@@ -751,8 +758,50 @@ def rows_table(results, models, groups):
         cells = [of.get(label, [""] * 4)[:count] for of in columns]
         name = f"`{label}`" if label in group_of else label
         lines.append([name, group_of.get(label, ""), *sum(cells, []),
-                      PAPER.get(label, "")])
-    return table(results, [*head, "the paper, minus `ufp4`"], lines)
+                      beyond_line(results, models[0], label) if doses else "",
+                      "" if doses else PAPER.get(label, "")])
+    head += ["beyond the line, %", "the paper, minus `ufp4`"]
+    return table(results, head, lines)
+
+DOSES = GROUPS["dose"]["dose of noise"]
+
+def line(results, model, noise):
+    """{dose of noise: its weight in the loss error at some noise of fprop}, by the
+    straight line of least squares through the doses. None without all doses."""
+    fprop = results.fprop(model)
+    if not set(DOSES) <= set(fprop):
+        return None
+    x = np.array([fprop[row][1] for row in DOSES])
+    off = x - x.mean()
+    weights = 1 / len(x) + (noise - x.mean()) * off / (off ** 2).sum()
+    return dict(zip(DOSES, weights))
+
+def beyond_line(results, model, row):
+    """The weights of a row's loss error minus what the line through the doses says."""
+    fprop = results.fprop(model)
+    if row not in fprop or not line(results, model, 0):
+        return ""
+    weights = {dose: -weight
+               for dose, weight in line(results, model, fprop[row][1]).items()}
+    weights[row] = weights.get(row, 0) + 1
+    return on(model, weights)
+
+def compared_table(results, study):
+    """A line a row: what it changes, by how much, and what the paper says of that."""
+    model, = STUDIES[study]
+    lines = []
+    for row, (recipe, said) in COMPARED[study].items():
+        change = on(model, {row: 1, recipe: -1})
+        mean, half = results.contrast(change) or (0, None)
+        here = "worse" if mean > 0 else "better"
+        if half is None or abs(mean) <= half:
+            here = "alike"
+        if (model, row) in results.errors:
+            lines.append([f"`{row}`", f"`{recipe}`", {(model, row): 1}, change, here,
+                          said])
+    last = {"search": "the paper", "help": "GEMM work in 4 bits"}[study]
+    return table(results, ["row", "changes", "loss error, % (seeds)",
+                           "minus that recipe, %", "here", last], lines)
 
 def sizes_of(results, study):
     """{model: its number of blocks or bytes per parameter}, for those measured."""
@@ -818,7 +867,9 @@ def draw_studies(results, folder, studies, rows=None):
         for model in models:
             shown = {row: of for row, of in results.fprop(model).items()
                      if row in sum(groups.values(), ())}
-            if len(shown) > 1:
+            if study == "dose" and line(results, model, 0):
+                figure(folder / "dose.png", (9, 4.5), draw_dose, results, model)
+            elif len(shown) > 1:
                 figure(folder / f"{study}-{model}.png", (7, 4.5), draw_noise, results,
                        model, shown)
     if "quick" in studies and has_two_by_two(results, "nano"):
@@ -849,6 +900,48 @@ def draw_noise(fig, results, model, fprop):
         for axis in (ax.xaxis, ax.yaxis):
             axis.set_major_formatter("{x:g}")
             axis.set_minor_formatter("{x:g}")
+
+def draw_dose(fig, results, model):
+    """Loss error against the noise of fprop, with the line through the doses of noise,
+    and against what fprop shrinks its outputs by, with the doses of shrinkage."""
+    left, right = fig.subplots(1, 2, sharey=True)
+    fprop, groups = results.fprop(model), GROUPS["dose"]
+
+    def points(ax, rows, at, **look):
+        means, halves = zip(*(results.contrast({(model, row): 100}) for row in rows))
+        xs = [at(*fprop[row][:2]) for row in rows]
+        ax.errorbar(xs, means, yerr=[half or 0 for half in halves], lw=1, **look)
+        return zip(rows, xs, means)
+
+    def recipes(ax, at):
+        for row in ("ufp4", *groups["recipe"]):
+            color = COLORS[kind_of_row(row)]
+            for _, x, y in points(ax, [row], at, fmt="o", color=color):
+                ax.annotate(row, (x, y), (7, -4), color=color, size=10,
+                            textcoords="offset points")
+
+    def noise_of(slope, noise):
+        return 100 * noise
+
+    def shrinkage_of(slope, noise):
+        return 100 * (1 - slope)
+
+    points(left, DOSES, noise_of, fmt="s", color=COLORS["other"], label="doses")
+    ends = [fprop[DOSES[0]][1], max(noise for _, noise, _ in fprop.values())]
+    left.plot([100 * end for end in ends],
+              [results.contrast(on(model, line(results, model, end)))[0] * 100
+               for end in ends], color=COLORS["other"], lw=1)
+    recipes(left, noise_of)
+    for group, marker in (("slope in fprop", "s"), ("slope in all three GEMMs", "^")):
+        points(right, groups[group], shrinkage_of, fmt=marker, color=COLORS["other"],
+               label=group)
+    recipes(right, shrinkage_of)
+    left.set(title="Noise in doses", ylabel="loss error above BF16, %",
+             xlabel="noise of fprop: error power, % of the outputs'")
+    right.set(title="Shrinkage in doses",
+              xlabel="what fprop shrinks its outputs by, %")
+    left.legend(loc="upper left")
+    right.legend()
 
 def draw_hero(fig, results):
     """Left, how sixteen numbers round to each grid before and after the RHT. Right, the
@@ -1589,7 +1682,8 @@ def bench_plan(args):
     quantized = 6 * sum(m.weight.numel() for m in model.modules()
                         if isinstance(m, ufp4.Linear) and m.recipe.fmt is not None)
     layer = sum(p.numel() for p in model.blocks.parameters()) / s.layers
-    cast = s.layers if recipe.fmt is None else abs(s.keep_bf16)     # that multiply in BF16
+    # blocks that multiply in BF16
+    cast = s.layers if recipe.fmt is None else abs(s.keep_bf16)
     # Numbers of a token in a block that the backward pass needs. The layers' inputs are
     # in 4 bits if quantized. In BF16 are qkv, the turned q and k, attention's output,
     # of an MLP gate, up and silu(gate), and what a mixture sums; in float32 the two
