@@ -6,6 +6,10 @@
     python bench.py study scaling   by size, 20 bytes of text per parameter
     python bench.py study length    by the length of the text
     python bench.py study depth     by depth: does shrinkage compound?
+    python bench.py study dose      noise and shrinkage in doses: which raises the loss?
+    python bench.py study norms     the same shrinkage in a model without norms
+    python bench.py study search    the paper's search for its baseline, in small
+    python bench.py study help      what lowers the loss error most
     python bench.py study scratch   whole runs under a recipe: why the others branch
     python bench.py study lr        is the learning rate right?
     python bench.py bias        how much the grids shrink, and by block scale (1 min)
@@ -127,7 +131,7 @@ def fill_pages():
 def bench_readme(args):
     """Make the pages' tables and figures anew, without measuring."""
     results = Results(read("runs"))
-    draw_studies(results, RECORDS, ["loss"])
+    draw_studies(results, RECORDS, ["loss", "dose"])
     figure(RECORDS / "sqnr.png", (10, 6), draw_sqnr, read("sqnr")["medians"])
     figure(RECORDS / "hero.png", (8.75, 4.9), draw_hero, results)
     fill_pages()
@@ -222,13 +226,26 @@ class Sloped(Quantizer):
         product = (q * x).sum().clamp(min=1e-300)           # not 0, if all are zeros
         return q * (self.slope * x.square().sum() / product).float()
 
+@dataclass(eq=False)
+class Noisy(Quantizer):
+    """Adds Gaussian noise to Q(x), so that the error has `times` its own power, in each
+    block."""
+    times: float = 1.0
+
+    def __call__(self, x, rand=None):
+        q = super().__call__(x, rand)
+        error = q - Quantizer(None, signs=self.signs)(x)
+        power = error.unflatten(-1, (-1, self.block)).square().mean(-1, keepdim=True)
+        noise = torch.randn_like(q).unflatten(-1, (-1, self.block))
+        return q + ((self.times - 1) * power).sqrt().mul(noise).flatten(-2)
+
 @dataclass
 class Experiment(Recipe):
-    """A recipe with other quantizers: change(quantizer, gemm) makes them."""
+    """A recipe with other quantizers: change(quantizer, operand, gemm) makes them."""
     change: Callable = None
 
     def quantizer(self, operand, gemm):
-        return self.change(super().quantizer(operand, gemm), gemm)
+        return self.change(super().quantizer(operand, gemm), operand, gemm)
 
 def experiment(name, like, change):
     given = {f.name: getattr(RECIPES[like], f.name) for f in fields(Recipe)}
@@ -236,16 +253,45 @@ def experiment(name, like, change):
 
 # A block's maximum goes to 6 or to 4, as in arXiv 2512.02010
 experiment("four-over-six", "e2m1",
-           lambda q, gemm: Choosing(**vars(q), other=FORMATS["e2m1-max4"]))
+           lambda q, operand, gemm: Choosing(**vars(q), other=FORMATS["e2m1-max4"]))
 # A block in E2M1 or in E1M2, as in arXiv 2605.31035
-experiment("mixfp4", "e2m1", lambda q, gemm: Choosing(**vars(q), other=ufp4.E1M2))
+experiment("mixfp4", "e2m1",
+           lambda q, operand, gemm: Choosing(**vars(q), other=ufp4.E1M2))
 # E2M1 that does not shrink, and E1M2 that shrinks as E2M1 does on Gaussian data
 experiment("e2m1-debiased", "e2m1-full-rht",
-           lambda q, gemm: Sloped(**vars(q), slope=1.0))
-experiment("ufp4-shrunk", "ufp4", lambda q, gemm: Sloped(**vars(q), slope=0.996))
+           lambda q, operand, gemm: Sloped(**vars(q), slope=1.0))
+experiment("ufp4-shrunk", "ufp4",
+           lambda q, operand, gemm: Sloped(**vars(q), slope=0.996))
 for one in GEMMS:
-    experiment(f"ufp4-{one}-in-e2m1", "ufp4", lambda q, gemm, one=one:
+    experiment(f"ufp4-{one}-in-e2m1", "ufp4", lambda q, operand, gemm, one=one:
                replace(q, fmt=ufp4.E2M1) if gemm == one else q)
+# Doses: more noise in fprop; a smaller slope in fprop, or wherever rounding is to
+# nearest
+for times in (1.25, 1.5, 2, 3):
+    experiment(f"ufp4-noise-{times}", "ufp4", lambda q, operand, gemm, times=times:
+               Noisy(**vars(q), times=times) if gemm == "fprop" else q)
+for slope in (0.996, 0.98, 0.95, 0.9):
+    experiment(f"ufp4-slope-{slope}", "ufp4", lambda q, operand, gemm, slope=slope:
+               Sloped(**vars(q), slope=slope) if gemm == "fprop" else q)
+for slope in (0.98, 0.9):
+    experiment(f"ufp4-slope-{slope}-all", "ufp4", lambda q, operand, gemm, slope=slope:
+               Sloped(**vars(q), slope=slope))
+# SR for one operand of one GEMM more than dY
+for like in ("ufp4", "e2m1"):
+    for one in (("x", "wgrad"), ("w", "dgrad")):
+        experiment(f"{like}-sr-dy-{'-'.join(one)}", like,
+                   lambda q, operand, gemm, one=one:
+                   replace(q, stochastic=True) if (operand, gemm) == one else q)
+# A rotation without random signs
+experiment("ufp4-no-signs", "ufp4",
+           lambda q, operand, gemm: replace(q, signs=torch.ones(16)))
+
+class NoNorm(nn.RMSNorm):
+    """Stands for a norm: times a constant, which nothing divides out again. With 7 a
+    model of 2 blocks trains as well as with norms."""
+
+    def forward(self, x):
+        return 7 * self.weight * x
 
 # ---- Studies as data: models, rows, and which rows on which models ----
 
@@ -262,6 +308,8 @@ MODELS = {"nano": ["--model", "nano"],
           "dense-0.3m": sized("nano", 2, 96, 3, 256, 2645),
           "dense-0.9m": sized("nano", 4, 128, 4, 352, 8491),
           "moe-0.3m": sized("nano-moe", 2, 96, 3, 64, 2675)}
+# dense-0.3m once more, all of its rows on one machine; and without norms
+MODELS["cause-0.3m"] = MODELS["no-norms-0.3m"] = MODELS["dense-0.3m"]
 # The same with 2, 6 and 60 bytes per parameter
 for length, steps in ((2, 264), (6, 793), (60, 7934)):
     MODELS[f"dense-0.3m-{length}"] = sized("nano", 2, 96, 3, 256, steps)
@@ -277,12 +325,30 @@ ROWS = {"ufp4-rht-none": "--recipe ufp4 --rht none",
         "ufp4-sr-none": "--recipe ufp4 --sr none",
         "ufp4-sr-x-dy": "--recipe ufp4 --sr x,dy",
         "ufp4-sr-x-w-dy": "--recipe ufp4 --sr x,w,dy",
+        "e2m1-rht-none": "--recipe e2m1 --rht none",
+        "e2m1-rht-dgrad-wgrad": "--recipe e2m1 --rht dgrad,wgrad",
+        "e2m1-rht-fprop-wgrad": "--recipe e2m1 --rht fprop,wgrad",
+        "ufp4-rht-block-32": "--recipe ufp4 --rht-block 32",
+        "e2m1-sr-none": "--recipe e2m1 --sr none",
+        "e2m1-max-4": "--recipe e2m1 --fmt e2m1-max4",
         "ufp4-scratch": "--recipe ufp4", "e2m1-scratch": "--recipe e2m1",
         # half the learning rate of two models, and twice
         "lr-0.00212": "--recipe bf16 --lr 0.00212",
         "lr-0.00849": "--recipe bf16 --lr 0.00849",
         "lr-0.0015": "--recipe bf16 --lr 0.0015",
         "lr-0.006": "--recipe bf16 --lr 0.006"}
+
+# What might lower a recipe's loss error, and the share of the GEMMs' work in the blocks
+# that stays in 4 bits. What is late is so in the last sixth of the run, after the same
+# recipe without it
+HELP = {"fprop-bf16": ("--gemms dgrad,wgrad", "2/3"),
+        "late-fprop-bf16": ("--gemms dgrad,wgrad", "17/18"),
+        "late-bf16": ("--recipe bf16", "5/6"),
+        "last-block-bf16": ("--keep-bf16 1", "1/2"),
+        "first-block-bf16": ("--keep-bf16 -1", "1/2")}
+HELPED = {f"{recipe}-{what}": recipe for recipe in ("ufp4", "nvfp4") for what in HELP}
+for row, recipe in HELPED.items():
+    ROWS[row] = f"--recipe {recipe} {HELP[row.removeprefix(recipe + '-')][0]}"
 
 def row_flags(row):
     return ROWS.get(row, f"--recipe {row}").split()
@@ -308,6 +374,30 @@ GROUPS = {
                "one GEMM in E2M1": tuple(f"ufp4-{gemm}-in-e2m1" for gemm in GEMMS),
                "range of E2M1": ("e2m1-max2", "e2m1-max3", "e2m1-max4")}}
 ABLATED = sum(GROUPS["ablate"].values(), ())
+GROUPS["dose"] = {
+    "dose of noise": ("ufp4", *(f"ufp4-noise-{dose}" for dose in (1.25, 1.5, 2, 3))),
+    "slope in fprop": tuple(f"ufp4-slope-{dose}" for dose in (0.996, 0.98, 0.95, 0.9)),
+    "slope in all three GEMMs": ("ufp4-slope-0.98-all", "ufp4-slope-0.9-all"),
+    "recipe": ("e2m1", "e2m1-full-rht", "ufp4-rht-wgrad", "nvfp4")}
+# {study: {row: (the recipe that it changes, the paper's verdict on the change or the
+# share of the GEMMs' work in the blocks that stays in 4 bits)}}
+COMPARED = {
+    "search": {"e2m1-rht-none": ("e2m1", "worse"),
+               "e2m1-rht-dgrad-wgrad": ("e2m1", "worse in the end"),
+               "e2m1-rht-fprop-wgrad": ("e2m1", "worse"),
+               "e2m1-full-rht": ("e2m1", "worse"),
+               "ufp4-rht-wgrad": ("ufp4", "worse"),
+               "ufp4-rht-block-32": ("ufp4", "alike"),
+               "ufp4-no-signs": ("ufp4", ""),
+               "e2m1-sr-none": ("e2m1", "worse"),
+               "e2m1-sr-dy-x-wgrad": ("e2m1", "a little worse"),
+               "e2m1-sr-dy-w-dgrad": ("e2m1", "a little worse"),
+               "ufp4-sr-none": ("ufp4", "worse"),
+               "ufp4-sr-dy-x-wgrad": ("ufp4", ""),
+               "ufp4-sr-dy-w-dgrad": ("ufp4", ""),
+               "e2m1-max-4": ("e2m1", "worse")},
+    "help": {row: (recipe, HELP[row.removeprefix(recipe + "-")][1])
+             for row, recipe in HELPED.items()} | {"ufp4-e4m3": ("ufp4", "1")}}
 # {study: {model: rows}}
 STUDIES = {
     "quick": {"nano": sum(TWO_BY_TWO.values(), ())},
@@ -323,6 +413,20 @@ STUDIES = {
     # undo it, the effect is within 0.05% of zero at each depth. An interval wider than
     # 0.1% at 32 blocks would leave the question open.
     "depth": {name: CAUSES for name in MODELS if name.startswith("depth")},
+    # Written down before the runs. If noise of fprop is the cause, the loss error grows
+    # with the dose, in a straight line, and the line predicts each recipe within its
+    # interval. If it is not, the doses cost nothing, or the recipes are far from the
+    # line. If shrinkage is a cause, the loss error grows with 1 - slope from the first
+    # dose on. If norms and the other weights undo it, slopes down to 0.9 cost nothing
+    # in fprop. In between, the first dose that costs more than its interval says how
+    # much a tensor may shrink. In dgrad and wgrad a slope below 1 scales gradients,
+    # which AdamW divides out again, so all three GEMMs should be like fprop alone.
+    "dose": {"cause-0.3m": sum(GROUPS["dose"].values(), ())},
+    # Without norms the same slopes cost more, if it is the norms that undo them.
+    "norms": dict.fromkeys(("cause-0.3m", "no-norms-0.3m"),
+                           ("ufp4", "ufp4-slope-0.98", "ufp4-slope-0.9")),
+    "search": {"cause-0.3m": ("ufp4", "e2m1", *COMPARED["search"])},
+    "help": {"cause-0.3m": ("ufp4", "nvfp4", *COMPARED["help"])},
     "scratch": {"dense-0.3m": ("ufp4-scratch", "e2m1-scratch")},
     "lr": {"dense-0.1m": ("lr-0.00212", "lr-0.00849"),
            "dense-0.9m": ("lr-0.0015", "lr-0.006")}}
@@ -337,7 +441,8 @@ class Job:
     """A row on a model with a seed. Its result is in result.json in its folder.
 
     A row trains the last third of the steps, from a checkpoint of the bf16 run with its
-    seed. This cancels most of what differs from seed to seed by chance."""
+    seed. This cancels most of what differs from seed to seed by chance. A late row
+    trains the last sixth, after the recipe that it helps."""
 
     def __init__(self, args, model, row, seed):
         self.key = self.model, self.row, self.seed = model, row, seed
@@ -346,17 +451,23 @@ class Job:
         # A recipe from --with is trained again when its file has changed
         name = f"{model}-{row}{args.versions.get(row, '')}-s{seed}"
         self.folder = args.runs / name
-        branch = 2 * s.steps // 3
-        self.branch = args.runs / f"{model}-bf16-s{seed}" / f"ckpt-{branch:07d}"
         self.whole = row == "bf16" or row.startswith("lr-") or row.endswith("-scratch")
-        self.first = 0 if self.whole else branch
+        late, starts = "-late-" in row, (2 * s.steps // 3, 5 * math.ceil(s.steps / 6))
+        self.after = HELPED[row] if late else "bf16"
+        self.first = 0 if self.whole else starts[late]
         self.steps = s.steps - self.first               # its own
+        self.branch = (args.runs / f"{model}-{self.after}-s{seed}"
+                       / f"ckpt-{self.first:07d}")
+        # The checkpoint that other rows start from
+        kept = starts[0] if row == "bf16" else starts[1]
+        self.kept = self.folder / f"ckpt-{kept:07d}"
+        self.keeps = row == "bf16" or row in HELPED.values()
         # It validates once, at the end: on the whole text, and in `quick` on a quarter
         windows = (len(read_tokens(prepare(s.data).val[0])) - 1) // s.seq_len
         if "quick" in args.studies:
             windows = max(1, windows // 4)
         self.more = [*f"--sample 0 --eval-interval 1000000 --eval-windows {windows} "
-                     f"--save-interval {branch} --out".split(), str(self.folder)]
+                     f"--save-interval {kept} --out".split(), str(self.folder)]
 
     def command(self, file):
         """The command line: the one place that knows how train.py is called."""
@@ -367,12 +478,14 @@ class Job:
             flags += ["--resume", str(self.folder)]
         elif not self.whole:
             flags += ["--resume", str(self.branch)]
+        if self.model.startswith("no-norms"):
+            flags += ["--no-norms"]
         return [sys.executable, __file__, "train", *flags]
 
     def result(self):
-        """What the run has left, or None. Of a bf16 run that is a checkpoint, too."""
+        """What the run has left, or None. Of some that is a checkpoint, too."""
         path = self.folder / "result.json"
-        if path.exists() and (self.row != "bf16" or self.branch.exists()):
+        if path.exists() and (self.kept.exists() or not self.keeps):
             return json.loads(path.read_text())
 
     def done(self):
@@ -408,7 +521,7 @@ class Job:
                       "noise": last.get("noise")}
         save(self.folder / "result.json", result)
         for path in train.checkpoints(self.folder):
-            if path != self.branch:
+            if not (self.keeps and path == self.kept):
                 shutil.rmtree(path)
 
 def run_all(args, jobs):
@@ -422,10 +535,11 @@ def run_all(args, jobs):
     futures = {}
     with (concurrent.futures.ThreadPoolExecutor(args.jobs) as pool,
           tqdm(total=sum(job.steps for job in jobs), unit=" steps") as bar):
-        for job in sorted(jobs, key=lambda job: job.row != "bf16"):
+        for job in sorted(jobs, key=lambda job: (job.row != "bf16",
+                                                 job.after != "bf16")):
             together = first if job.row == "bf16" else len(jobs) - first
             threads = max(1, os.cpu_count() // min(args.jobs, together))
-            before = futures.get((job.model, "bf16", job.seed))
+            before = futures.get((job.model, job.after, job.seed))
             futures[job.key] = pool.submit(job.run, args.file, threads, before)
         try:
             while concurrent.futures.wait(futures.values(), 1).not_done:
@@ -560,7 +674,8 @@ SERIES = {"scaling": ("model", CORE, {"`e2m1` minus `ufp4`, %": GAP}),
           "length": ("bytes per parameter", CORE[:2], {"`e2m1` minus `ufp4`, %": GAP}),
           "depth": ("blocks", CAUSES, {"effect of the grid, %": GRID,
                                        "effect of shrinking, %": SHRINKING})}
-ON_PAGES = ("loss", "ablate", *SERIES, "lr")        # the studies whose tables are there
+# The studies whose tables are on the evidence page
+ON_PAGES = ("loss", "ablate", *SERIES, "dose", "norms", *COMPARED, "lr")
 
 def table(results, head, lines):
     """Rows of text, but for empty rows and columns. Weights become a cell."""
@@ -578,6 +693,8 @@ def tables_of(results, studies=ON_PAGES, rows=None):
     for study in studies:
         if study in SERIES and not rows:
             tables[study] = series_table(results, study)
+        if study in COMPARED and not rows:
+            tables[study] = compared_table(results, study)
     if "lr" in studies:
         tables["lr"] = table(
             results, ["model", "learning rate", "more loss, % (seeds)"],
@@ -594,7 +711,7 @@ def groups_of(results, studies, rows):
     found = []
     for study in studies:
         models = [m for m in STUDIES[study] if (m, "bf16") in results.errors]
-        if models and (rows or study not in (*SERIES, "lr")):
+        if models and (rows or study not in (*SERIES, *COMPARED, "lr")):
             groups = {"": rows} if rows else GROUPS.get(study)
             found.append((study, models, groups or {"": STUDIES[study][models[0]]}))
     return found
@@ -632,7 +749,7 @@ def rows_table(results, models, groups):
     group_of = {row: group for group, rows in groups.items() for row in rows}
     columns = [columns_of(results, model, group_of) for model in models]
     count = 4 if len(models) == 1 else 3
-    head, lines = ["row", ""], []
+    head, lines, doses = ["row", ""], [], set(DOSES) <= set(group_of)
     for model in models:
         head += [f"`{model}`: loss error, % (seeds)", "minus `ufp4`, %",
                  "noise of fprop, %", "slope of fprop"][:count]
@@ -640,8 +757,50 @@ def rows_table(results, models, groups):
         cells = [of.get(label, [""] * 4)[:count] for of in columns]
         name = f"`{label}`" if label in group_of else label
         lines.append([name, group_of.get(label, ""), *sum(cells, []),
-                      PAPER.get(label, "")])
-    return table(results, [*head, "the paper, minus `ufp4`"], lines)
+                      beyond_line(results, models[0], label) if doses else "",
+                      "" if doses else PAPER.get(label, "")])
+    head += ["beyond the line, %", "the paper, minus `ufp4`"]
+    return table(results, head, lines)
+
+DOSES = GROUPS["dose"]["dose of noise"]
+
+def line(results, model, noise):
+    """{dose of noise: its weight in the loss error at some noise of fprop}, by the
+    straight line of least squares through the doses. None without all doses."""
+    fprop = results.fprop(model)
+    if not set(DOSES) <= set(fprop):
+        return None
+    x = np.array([fprop[row][1] for row in DOSES])
+    off = x - x.mean()
+    weights = 1 / len(x) + (noise - x.mean()) * off / (off ** 2).sum()
+    return dict(zip(DOSES, weights))
+
+def beyond_line(results, model, row):
+    """The weights of a row's loss error minus what the line through the doses says."""
+    fprop = results.fprop(model)
+    if row not in fprop or not line(results, model, 0):
+        return ""
+    weights = {dose: -weight
+               for dose, weight in line(results, model, fprop[row][1]).items()}
+    weights[row] = weights.get(row, 0) + 1
+    return on(model, weights)
+
+def compared_table(results, study):
+    """A line a row: what it changes, by how much, and what the paper says of that."""
+    model, = STUDIES[study]
+    lines = []
+    for row, (recipe, said) in COMPARED[study].items():
+        change = on(model, {row: 1, recipe: -1})
+        mean, half = results.contrast(change) or (0, None)
+        here = "worse" if mean > 0 else "better"
+        if half is None or abs(mean) <= half:
+            here = "alike"
+        if (model, row) in results.errors:
+            lines.append([f"`{row}`", f"`{recipe}`", {(model, row): 1}, change, here,
+                          said])
+    last = {"search": "the paper", "help": "GEMM work in 4 bits"}[study]
+    return table(results, ["row", "changes", "loss error, % (seeds)",
+                           "minus that recipe, %", "here", last], lines)
 
 def sizes_of(results, study):
     """{model: its number of blocks or bytes per parameter}, for those measured."""
@@ -707,7 +866,9 @@ def draw_studies(results, folder, studies, rows=None):
         for model in models:
             shown = {row: of for row, of in results.fprop(model).items()
                      if row in sum(groups.values(), ())}
-            if len(shown) > 1:
+            if study == "dose" and line(results, model, 0):
+                figure(folder / "dose.png", (9, 4.5), draw_dose, results, model)
+            elif len(shown) > 1:
                 figure(folder / f"{study}-{model}.png", (7, 4.5), draw_noise, results,
                        model, shown)
     if "quick" in studies and has_two_by_two(results, "nano"):
@@ -738,6 +899,48 @@ def draw_noise(fig, results, model, fprop):
         for axis in (ax.xaxis, ax.yaxis):
             axis.set_major_formatter("{x:g}")
             axis.set_minor_formatter("{x:g}")
+
+def draw_dose(fig, results, model):
+    """Loss error against the noise of fprop, with the line through the doses of noise,
+    and against what fprop shrinks its outputs by, with the doses of shrinkage."""
+    left, right = fig.subplots(1, 2, sharey=True)
+    fprop, groups = results.fprop(model), GROUPS["dose"]
+
+    def points(ax, rows, at, **look):
+        means, halves = zip(*(results.contrast({(model, row): 100}) for row in rows))
+        xs = [at(*fprop[row][:2]) for row in rows]
+        ax.errorbar(xs, means, yerr=[half or 0 for half in halves], lw=1, **look)
+        return zip(rows, xs, means)
+
+    def recipes(ax, at):
+        for row in ("ufp4", *groups["recipe"]):
+            color = COLORS[kind_of_row(row)]
+            for _, x, y in points(ax, [row], at, fmt="o", color=color):
+                ax.annotate(row, (x, y), (7, -4), color=color, size=10,
+                            textcoords="offset points")
+
+    def noise_of(slope, noise):
+        return 100 * noise
+
+    def shrinkage_of(slope, noise):
+        return 100 * (1 - slope)
+
+    points(left, DOSES, noise_of, fmt="s", color=COLORS["other"], label="doses")
+    ends = [fprop[DOSES[0]][1], max(noise for _, noise, _ in fprop.values())]
+    left.plot([100 * end for end in ends],
+              [results.contrast(on(model, line(results, model, end)))[0] * 100
+               for end in ends], color=COLORS["other"], lw=1)
+    recipes(left, noise_of)
+    for group, marker in (("slope in fprop", "s"), ("slope in all three GEMMs", "^")):
+        points(right, groups[group], shrinkage_of, fmt=marker, color=COLORS["other"],
+               label=group)
+    recipes(right, shrinkage_of)
+    left.set(title="Noise in doses", ylabel="loss error above BF16, %",
+             xlabel="noise of fprop: error power, % of the outputs'")
+    right.set(title="Shrinkage in doses",
+              xlabel="what fprop shrinks its outputs by, %")
+    left.legend(loc="upper left")
+    right.legend()
 
 def draw_hero(fig, results):
     """Left, how sixteen numbers round to each grid before and after the RHT. Right, the
@@ -864,7 +1067,8 @@ def jobs_of(args):
             if name not in STUDIES[study]:
                 raise ValueError(f"study {study} has no model {name!r}, only "
                                  f"{', '.join(STUDIES[study])}")
-            for row in ("bf16", *(args.rows or STUDIES[study][name])):
+            rows = args.rows or STUDIES[study][name]
+            for row in ("bf16", *(HELPED[r] for r in rows if "-late-" in r), *rows):
                 ufp4.lookup("row", row, RECIPES | ROWS)
                 for seed in range(args.seeds or seeds_of(study, name)):
                     job = Job(args, name, row, seed)
@@ -1365,7 +1569,8 @@ def main(argv=None):
     p = add("runs", help="your runs of train.py: a table and curves")
     p.add_argument("dir", nargs="?", type=Path, default=Path("out"), metavar="DIR",
                    help="the folder that holds them (default: out)")
-    add("train", add_help=False, help="takes the flags of train.py")
+    p = add("train", add_help=False, help="takes the flags of train.py")
+    p.add_argument("--no-norms", action="store_true")
     add("readme")
     args, args.train = parser.parse_known_args(argv)
     if args.train and args.command not in ("train", "plan", "study"):
@@ -1377,6 +1582,8 @@ def main(argv=None):
     results_go_to = RECORDS if args.record else OUT
     try:
         if args.command == "train":
+            if args.no_norms:
+                train.nn.RMSNorm = NoNorm
             return train.main(args.train)
         if args.command == "study" and args.record and (args.train or args.file):
             raise ValueError("--record takes no --with and no flags of train.py")

@@ -225,7 +225,8 @@ class GPT(nn.Module):
         self.embed = nn.Embedding(vocab_size, config.dim)
         self.blocks = nn.ModuleList()
         for i in range(config.layers):
-            quantized = i < config.layers - config.keep_bf16
+            keep = config.keep_bf16
+            quantized = i < config.layers - keep if keep >= 0 else i >= -keep
             self.blocks.append(Block(config, recipe if quantized
                                      else ufp4.RECIPES["bf16"]))
         self.norm = nn.RMSNorm(config.dim)
@@ -295,7 +296,8 @@ class Config:
     prompt: str = None              # only continue this text, with a run of --resume
     with_: str = None               # a Python file of yours that adds to ufp4.RECIPES
     seed: int = 0                   # of weights, batches, rotations and random bits
-    keep_bf16: int = 0              # how many of the last blocks to leave unquantized
+    keep_bf16: int = 0              # how many of the last blocks are not quantized
+                                    # (-N: of the first)
     device: str = "cuda" if GPU else "cpu"      # cpu, cuda, cuda:1, mps, ...
     dtype: str = None               # of products (default: bfloat16 if hardware has it)
     compile: bool = False           # torch.compile blocks (with experts only bfloat16)
@@ -338,7 +340,7 @@ class Config:
         return {name: value for name, value in given.items() if value is not None}
 
 RECIPE_FIELDS = ("fmt", "scale", "block", "rht", "sr", "tiles", "gemms", "rht_block")
-MAY_BE_ZERO = {"seed", "keep_bf16", "min_lr", "weight_decay", "clip", "sample",
+MAY_BE_ZERO = {"seed", "min_lr", "weight_decay", "clip", "sample",
                "experts", "top_k", "lr", "warmup"}
 # Settings of how a run computes, not of what: they change no numbers, or only rounding
 # and random bits (device, compile, grad_accum). A run may go on with other values of
@@ -414,6 +416,8 @@ def complete(c):
         if getattr(c, name) is None:
             setattr(c, name, value)
     for f in fields(Config):
+        if f.name == "keep_bf16":
+            continue
         least, value = 0 if f.name in MAY_BE_ZERO else 1, getattr(c, f.name)
         if f.type in (int, float) and value is not None:        # NaN is not, either
             require(value >= least, f"{flag(f.name)} {value} must be at least {least}")
@@ -428,7 +432,7 @@ def complete(c):
             f"--eval-windows {c.eval_windows} must be a multiple of {WORLD} processes")
     require(c.warmup <= c.steps, f"--warmup {c.warmup} must be at most --steps "
             f"{c.steps}, or the learning rate never reaches --lr")
-    require(make_recipe(c).fmt is None or c.keep_bf16 < c.layers,
+    require(make_recipe(c).fmt is None or abs(c.keep_bf16) < c.layers,
             f"--keep-bf16 {c.keep_bf16} leaves none of {c.layers} blocks to quantize: "
             "take --recipe bf16")
     require(c.dtype in (None, "float32", "bfloat16"),
