@@ -257,6 +257,18 @@ def sized(preset, layers, dim, heads, hidden, steps):
     return (f"--model {preset} --layers {layers} --dim {dim} --heads {heads} "
             f"--hidden {hidden} --steps {steps} --lr {lr:.3g}").split()
 
+# The models of the paper, for `plan`. It gives their numbers of parameters; the rest is
+# our choice
+PAPER = dict(layers=24, dim=2048, heads=16, hidden=6016, experts=0, top_k=0,
+             seq_len=4096, batch_size=256, steps=30_000, lr=4e-4, warmup=2000,
+             data="fineweb")
+train.PRESETS |= {
+    "dense-1.5b": PAPER,
+    "moe-7.9b": dict(PAPER, dim=2400, heads=25, hidden=320, experts=128, top_k=8,
+                     batch_size=512, steps=50_000, lr=3e-4),
+    "moe-124b": dict(PAPER, layers=30, dim=4096, heads=32, hidden=1024, experts=320,
+                     top_k=6, batch_size=2048, steps=60_000, lr=2e-4)}
+
 # By kind, and by how many parameters a token uses. They read 20 bytes per parameter
 MODELS = {"nano": ["--model", "nano"],
           "dense-0.1m": sized("nano", 2, 64, 2, 176, 1303),
@@ -818,11 +830,15 @@ def draw_two_by_two(fig, results, model):
 # ---- study: the command ----
 
 def counted(s, recipe="bf16"):
-    """(GPT without values, parameters, those active for a token, FLOPs a token)"""
+    """(GPT without values, parameters, those active for a token, FLOPs a token). A
+    weight takes 2 FLOPs forward and 4 backward, causal attention 6 T C a layer."""
     with torch.device("meta"):
         recipe = ufp4.lookup("recipe", recipe, RECIPES)
         model = train.GPT(s, recipe, vocabulary(s.data))
-    return model, *train.counts(model, s)
+    total = sum(p.numel() for p in model.parameters())
+    idle = s.layers * (s.experts - s.top_k) * 3 * s.dim * s.hidden  # in other experts
+    products = 6 * (total - idle - model.embed.weight.numel())
+    return model, total, total - idle, products + 6 * s.seq_len * s.dim * s.layers
 
 def records_of(args, jobs):
     """What jobs have found, as runs.json has it."""
@@ -1097,12 +1113,19 @@ class Run:
         return {line["step"]: line[name] for line in self.lines
                 if line.get(name) is not None}
 
+    def has_baseline(self, bf16):
+        """Whether all but the recipe is the same in that run, which is no branch."""
+        mine, its, differs = vars(self.s), vars(bf16.s), train.HOW | {
+            "data", "recipe", "keep_bf16", *train.RECIPE_FIELDS}
+        return (bf16.kind == "BF16" and not bf16.first["branched"]
+                and bf16.first["text"] == self.first["text"]
+                and all(its[name] == mine[name] for name in mine.keys() - differs))
+
     def errors(self, runs):
         """The finished bf16 run among these that this one is compared with, or None,
         and {step: loss error} at the steps where both were validated."""
         for other in runs:
-            if (other.done == other.s.steps and train.is_baseline(
-                    other.first, self.first)):
+            if other.done == other.s.steps and self.has_baseline(other):
                 bf16 = other.logged("val_loss")
                 return other, {step: loss / bf16[step] - 1 for step, loss
                                in self.logged("val_loss").items() if step in bf16}
