@@ -647,7 +647,7 @@ def train(config):
 
     moes = [m for m in model.modules() if isinstance(m, MoE)]
     bar = tqdm(total=config.steps, initial=start, disable=RANK > 0)
-    done, logged, clock = start, start, time.perf_counter()
+    done, logged, clock = start, start, time.perf_counter()     # logged: the last step
     with bar, signals_noted() as signals:
         for step in range(start, config.steps):
             # The random bits of this step and process: a resumed run draws the same
@@ -699,7 +699,8 @@ def train(config):
 
     if done < config.steps:
         stop(f"stopped after step {done} and saved; --resume {config.out} goes on")
-    say(f"validation loss {line['val_loss']:.4f} nats a token")
+    say(f"validation loss {line['val_loss']:.4f} nats a token; to compare runs: "
+        "python bench.py runs")
     if config.sample:
         text = sample(model, val[:32].tolist(), config, vocab_size)
         say(f"--- sample\n{text}\n---")
