@@ -302,6 +302,18 @@ def sized(preset, layers, dim, heads, hidden, steps):
     return (f"--model {preset} --layers {layers} --dim {dim} --heads {heads} "
             f"--hidden {hidden} --steps {steps} --lr {lr:.3g}").split()
 
+# The models of the paper, for `plan`. It gives their numbers of parameters; the rest is
+# our choice
+PAPER = dict(layers=24, dim=2048, heads=16, hidden=6016, experts=0, top_k=0,
+             seq_len=4096, batch_size=256, steps=30_000, lr=4e-4, warmup=2000,
+             data="fineweb")
+train.PRESETS |= {
+    "dense-1.5b": PAPER,
+    "moe-7.9b": dict(PAPER, dim=2400, heads=25, hidden=320, experts=128, top_k=8,
+                     batch_size=512, steps=50_000, lr=3e-4),
+    "moe-124b": dict(PAPER, layers=30, dim=4096, heads=32, hidden=1024, experts=320,
+                     top_k=6, batch_size=2048, steps=60_000, lr=2e-4)}
+
 # By kind, and by how many parameters a token uses. They read 20 bytes per parameter
 MODELS = {"nano": ["--model", "nano"],
           "dense-0.1m": sized("nano", 2, 64, 2, 176, 1303),
@@ -1020,11 +1032,15 @@ def draw_two_by_two(fig, results, model):
 # ---- study: the command ----
 
 def counted(s, recipe="bf16"):
-    """(GPT without values, parameters, those active for a token, FLOPs a token)"""
+    """(GPT without values, parameters, those active for a token, FLOPs a token). A
+    weight takes 2 FLOPs forward and 4 backward, causal attention 6 T C a layer."""
     with torch.device("meta"):
         recipe = ufp4.lookup("recipe", recipe, RECIPES)
         model = train.GPT(s, recipe, vocabulary(s.data))
-    return model, *train.counts(model, s)
+    total = sum(p.numel() for p in model.parameters())
+    idle = s.layers * (s.experts - s.top_k) * 3 * s.dim * s.hidden  # in other experts
+    products = 6 * (total - idle - model.embed.weight.numel())
+    return model, total, total - idle, products + 6 * s.seq_len * s.dim * s.layers
 
 def records_of(args, jobs):
     """What jobs have found, as runs.json has it."""
@@ -1488,11 +1504,20 @@ def logged(log, name):
     """{step: value} of the lines of a log that have this value."""
     return {line["step"]: line[name] for line in log[1:] if line.get(name) is not None}
 
+def is_baseline(bf16, run):
+    """Whether a run is the bf16 run, from the start, with the settings of another. Both
+    are first lines of logs."""
+    differ = train.HOW | {"recipe", "keep_bf16", *train.RECIPE_FIELDS}
+    its, mine = bf16["settings"], run["settings"]
+    return (its["recipe"] == "bf16" and not bf16["branched"]
+            and bf16["text"] == run["text"]
+            and all(its[name] == mine[name] for name in mine.keys() - differ))
+
 def errors_of(log, logs):
     """{step: loss error in %} of a run, where the bf16 run with its settings was
     validated, too. Empty without such a run among the logs."""
     for other in logs:
-        if train.is_baseline(other[0], log[0]):
+        if is_baseline(other[0], log[0]):
             bf16 = logged(other, "val_loss")
             return {step: 100 * (loss / bf16[step] - 1)
                     for step, loss in logged(log, "val_loss").items() if step in bf16}

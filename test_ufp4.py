@@ -1670,8 +1670,7 @@ def test_train_overrides_reach_the_recipe_and_the_blocks(settings):
     recipe = dataclasses.replace(RECIPES["e2m1"], rht=("fprop", "wgrad"), sr=(),
                                  scale="e4m3", tiles=True, sign_seed=5)
     assert train.make_recipe(s) == recipe
-    for names in ["fprop", "wgrad"], ["fprop, wgrad"], ["fprop,", "wgrad"]:
-        assert settings("--rht", *names).rht == ["fprop", "wgrad"]
+    assert settings("--rht", "fprop, wgrad").rht == ["fprop", "wgrad"]
     for more in [], MOE:
         model = train.GPT(settings(*flags, "--keep-bf16", "1", *more), recipe, 256)
         assert type(model.lm_head) is nn.Linear
@@ -1725,7 +1724,8 @@ def test_train_validation_is_the_mean_of_evenly_spaced_windows(settings):
                for i in (0, 483, 967)]
     for block in model.blocks:
         block.mlp.load.zero_()
-    assert train.evaluate(model, tokens, s) == pytest.approx(sum(nll) / 3, rel=1e-5)
+    line = train.validate(model, tokens, s)
+    assert line == {"val_loss": pytest.approx(sum(nll) / 3, rel=1e-5)}
     assert model.training and not any(block.mlp.load.any() for block in model.blocks)
 
 def test_train_attention_is_causal_and_rope_is_relative(settings):
@@ -1775,11 +1775,10 @@ def test_train_batches_are_random_windows_that_ranks_and_parts_share_out(
     assert not torch.equal(x, train.get_batch(shards, s, 4)[0])
     other = settings("--batch-size", "12", "--seed", "1")
     assert not torch.equal(x, train.get_batch(shards, other, 3)[0])
-    starts = torch.cat([train.get_batch(shards, s, step)[0][:, 0]
-                        for step in range(1500)])
-    windows = [1000 * i + j
-               for i, n in enumerate((400, 97, 330)) for j in range(n - 32)]
-    assert sorted(set(starts.tolist())) == windows          # each window of each file
+    for i, n in enumerate((400, 97, 330)):                  # each window of each file
+        starts = torch.cat([train.get_batch(shards, s, step)[0][:, 0]
+                            for step in range(i, 1500, 3)])
+        assert sorted(set(starts.tolist())) == list(range(1000 * i, 1000 * i + n - 32))
     monkeypatch.setattr(train, "WORLD", 3)
     s.grad_accum, rows = 2, []
     for part, rank in np.ndindex(2, 3):
@@ -1800,8 +1799,7 @@ def test_train_presets_have_their_size_within_a_percent(model, total, active):
              for k in (e, s.top_k)]
     n, a = (s.layers * x + c + 2 * v * c for x in layer)
     assert n == pytest.approx(total, rel=0.01) and a == pytest.approx(active, rel=0.01)
-    with torch.device("meta"):
-        assert train.counts(train.GPT(s, RECIPES["ufp4"], v), s)[:2] == (n, a)
+    assert bench.counted(s)[1:3] == (n, a)
 
 def test_train_rematerialization_draws_the_same_bits(settings, tmp_path, monkeypatch):
     """Random bits in the forward pass (--sr x,w,dy) and in the backward:
@@ -1852,7 +1850,7 @@ def test_train_compiles_a_block_of_each_kind_once_also_to_rematerialize(
 
 def test_train_a_folder_is_all_that_a_run_needs_to_go_on(settings, tmp_path):
     """Its last checkpoint lost, a run goes on from the one before, with the settings of
-    its log. One that is over is validated again."""
+    its log. One that is over says its loss."""
     s = settings("--recipe", "e2m1", *MOE, "--rht", "none", "--lr", "0.02")
     loss = train.train(s)
     whole, lines = weights(s.out), records(s.out)
@@ -1870,7 +1868,7 @@ def test_train_a_folder_is_all_that_a_run_needs_to_go_on(settings, tmp_path):
     assert [first["sample"] for first in starts] == [0, 3, 3]
     assert not train.read_log(moved / "log.jsonl")[0]["branched"]
 
-def test_train_a_branch_is_another_run_in_another_folder(settings, tmp_path, capsys):
+def test_train_a_branch_is_another_run_in_another_folder(settings, tmp_path):
     train.train(settings("--recipe", "bf16", "--keep-bf16", "1"))
     start, last = map(str, train.checkpoints(tmp_path / "out/run"))     # steps 6 and 8
     end = weights(tmp_path / "out/run")
@@ -1892,11 +1890,9 @@ def test_train_a_branch_is_another_run_in_another_folder(settings, tmp_path, cap
     assert train.parse_args(branch).rht == []
     assert train.parse_args([*branch, "--recipe", "ufp4"]
                             ).rht is None
-    # A branch stays one when it goes on, and is compared with the run from scratch
-    capsys.readouterr()
+    # A branch stays one when it goes on
     out = tmp_path / "out/same"
     train.main(["--resume", str(out)])
-    assert "loss error +0.00%" in capsys.readouterr().out
     assert train.read_log(out / "log.jsonl")[0]["branched"]
 
 def test_train_what_changes_a_run_is_refused(settings, text, tmp_path):
@@ -1909,7 +1905,7 @@ def test_train_what_changes_a_run_is_refused(settings, text, tmp_path):
             train.train(train.parse_args(argv))
         return str(error.value)
 
-    assert "no such checkpoint; whole ones" in refused("--resume", str(run))
+    assert "no such checkpoint" in refused("--resume", str(run))
     train.train(settings(*bf16))
     start, last = map(str, train.checkpoints(run))
     here, new = ["--resume", str(run)], ["--out", str(tmp_path / "new")]
@@ -1920,12 +1916,12 @@ def test_train_what_changes_a_run_is_refused(settings, text, tmp_path):
     assert "no such checkpoint" in refused("--resume", start[:-1] + "7")
     assert "has made 6 steps: a branch needs more than --steps 6" in refused(
         "--resume", start, *new, "--steps", "6")
-    for flags, named in ((["--dim", "64"], "embed.weight is (256, 32) there"),
-                         (["--layers", "1"], "blocks.1.norm1.weight is (32,) there and "
-                                             "None here"),
-                         (MOE, "mlp.fc1.weight is (64, 32) there and (3, 64")):
+    assert "has another model, with model.blocks.1." in refused(
+        "--resume", start, *new, "--layers", "1")
+    for flags, named in ((["--dim", "64"], "Size mismatch"),
+                         (MOE, "Missing key|Size mismatch")):
         said = refused("--resume", start, *new, *flags)
-        assert "has another model" in said and named in said
+        assert said.startswith(f"can't load {start}: ") and re.search(named, said)
     mine.write_text(text.read_text().upper())
     assert f"--data {mine} is mine-" in refused(*here)          # another text
     assert f"--data {mine} is mine-" in refused("--resume", start, *new)
@@ -1933,7 +1929,7 @@ def test_train_what_changes_a_run_is_refused(settings, text, tmp_path):
     other.write_text(mine.read_text())
     train.train(train.parse_args(["--resume", start, *new, "--data", str(other)]))
 
-def test_train_a_damaged_file_is_named(settings, tmp_path):
+def test_train_a_damaged_file_is_named(settings, tmp_path, capsys):
     """And the newest checkpoint deleted, the run goes on from the one before."""
     s = settings("--recipe", "bf16")
     train.train(s)
@@ -1948,17 +1944,16 @@ def test_train_a_damaged_file_is_named(settings, tmp_path):
         path.write_bytes(whole)
 
     data, metadata = newer / "__0_0.distcp", newer / ".metadata"
-    bits = bytearray(data.read_bytes())
-    at = bits.index(b"archive/data/0")
-    bits[at + 200] ^= 1
-    damaged = re.escape(f"{newer} is damaged")
-    refused(data, data.read_bytes()[:-1000], damaged)
-    refused(data, bits, damaged + ".*a checksum is wrong.*delete it, and --resume")
-    refused(metadata, b"", damaged)
-    refused(metadata, metadata.read_bytes()[:500], damaged)
+    for path, size in (data, 1000), (metadata, 0), (metadata, 500):
+        whole = path.read_bytes()
+        path.write_bytes(whole[:size])
+        error = said(capsys, 1, train.main, resume)
+        assert f"can't load {newer}: " in error and "damaged, delete it" in error
+        assert "Traceback" not in error
+        path.write_bytes(whole)
     log = Path(s.out) / "log.jsonl"
-    for content in b"", b"\xff", b'{"step": 1}\n', b"[1]\n", b'{"other": 1}\n':
-        refused(log, content, "log.jsonl is damaged, or no log")
+    for content in b"", b"\xff", b'{"step": 1}\n':
+        refused(log, content, "log.jsonl is damaged")
     val = next((tmp_path / "data").rglob("val.bin"))
     refused(val, b"", "val.bin is damaged")
     val.unlink()                                    # it is made again
@@ -1998,16 +1993,10 @@ def test_train_a_full_disk_keeps_the_last_checkpoint(settings, monkeypatch, caps
         m.setattr(train.dcp, "save", save)
         m.setattr(train, "parse_args", lambda argv: s)
         error = said(capsys, 1, train.main, [])
-    assert "could not save" in error and f"by --resume {s.out}" in error
+    assert "can't save" in error and f"--resume {s.out} goes on from" in error
     assert "Traceback" not in error
     assert [p.name for p in train.checkpoints(s.out)] == ["ckpt-0000002"]
-    assert (Path(s.out) / "ckpt-0000004").exists()      # half of it takes room
-    with monkeypatch.context() as m:
-        m.setattr(train, "load_data", lambda config: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            train.train(train.parse_args(argv))         # which any start frees
-    assert not (Path(s.out) / "ckpt-0000004").exists()
-    train.train(train.parse_args(argv))
+    train.train(train.parse_args(argv))                 # writes over what is half there
     assert records(s.out)[-1]["step"] == 8
 
 def test_train_two_runs_in_one_folder_are_refused(settings):
@@ -2026,27 +2015,6 @@ def test_train_two_runs_in_one_folder_are_refused(settings):
     other.wait()
     train.train(s)
 
-def test_train_loss_error_is_relative_to_the_bf16_run_beside(
-        settings, tmp_path, capsys):
-    def run(name, *flags):
-        return train.train(settings("--out", str(tmp_path / "out" / name), *flags))
-
-    bf16 = run("b", "--recipe", "bf16", "--save-interval", "5")
-    assert "are compared with this run" in capsys.readouterr().out
-    run("../start", "--recipe", "e2m1")
-    start = str(train.checkpoints(tmp_path / "start")[0])
-    capsys.readouterr()
-    loss = run("a", "--resume", start, "--recipe", "bf16")      # in part in 4 bits
-    assert f"loss error {loss / bf16 - 1:+.2%}" in capsys.readouterr().out
-    (tmp_path / "out/0").mkdir()
-    (tmp_path / "out/0/log.jsonl").write_text("no log\n")
-    loss = run("e", "--recipe", "e2m1")
-    assert f"loss error {loss / bf16 - 1:+.2%}, to" in capsys.readouterr().out
-    log = tmp_path / "out/b/log.jsonl"
-    log.write_text("".join(log.open().readlines()[:5]))         # stopped at step 3
-    said = train.loss_error(settings("--out", str(tmp_path / "out/e")), loss)
-    assert "finish a run of --recipe bf16" in said
-
 def test_train_a_signal_stops_one_run_and_not_the_next(settings, monkeypatch, capsys):
     real, before = train.learning_rate, signal.getsignal(signal.SIGTERM)
     with monkeypatch.context() as m:
@@ -2056,11 +2024,11 @@ def test_train_a_signal_stops_one_run_and_not_the_next(settings, monkeypatch, ca
         error = said(capsys, 1, train.train, s)
     assert f"stopped after step 3 and saved; --resume {s.out} goes on" in error
     assert signal.getsignal(signal.SIGTERM) == before
-    train.train(settings("--recipe", "bf16", "--resume"))
+    train.train(train.parse_args(["--resume", s.out]))
     assert records(s.out)[-1]["step"] == 8
 
 def test_train_runs_in_a_notebook(settings, monkeypatch, text, tmp_path):
-    """Whatever stdout is, in a thread, and with the flags of the notebook's kernel."""
+    """Whatever stdout is, and in a thread."""
     argv = [*TINY, "--recipe", "bf16", "--data", str(text), "--steps", "3"]
     printed = io.StringIO()
     for i, stdout in enumerate((printed, None, open(os.devnull, "w"))):
@@ -2073,10 +2041,6 @@ def test_train_runs_in_a_notebook(settings, monkeypatch, text, tmp_path):
         assert records(out)[-1]["step"] == 3
     monkeypatch.undo()
     assert "validation loss" in printed.getvalue()
-    monkeypatch.setattr(sys, "argv", ["x/ipykernel_launcher.py", "-f", "kernel.json"])
-    assert train.parse_args().recipe == "ufp4"
-    with pytest.raises(ValueError, match="unrecognized arguments: -f"):
-        train.parse_args(["-f", "kernel.json"])
 
 def test_train_a_copy_of_a_compiled_model_has_its_own_weights(settings):
     """Also with activation checkpointing."""
@@ -2128,8 +2092,7 @@ def test_train_help_shows_every_default(capsys):
 
 def test_train_what_is_not_finite_stops_the_run_before_it_is_saved(
         settings, monkeypatch, capsys):
-    """A loss or gradient, though later ones are finite,
-    and however seldom the log looks."""
+    """A loss or gradient, however seldom the log looks."""
     real, passes = train.GPT.forward, []
 
     def forward(self, tokens, targets=None):
@@ -2149,16 +2112,15 @@ def test_train_what_is_not_finite_stops_the_run_before_it_is_saved(
         return loss
 
     monkeypatch.setattr(train.GPT, "forward", forward)
-    for spoil, message in ((lambda loss: loss * math.nan, "step 5: loss nan"),
-                           (explode, "step 5: loss 5.*, gradient norm (nan|inf)")):
-        for interval in "1", "100":
+    for spoil in lambda loss: loss * math.nan, explode:
+        for interval, step in ("1", 5), ("100", 8):
             passes.clear()
             s = settings("--recipe", "bf16", "--eval-interval", "100",
                          "--log-interval", interval, "--save-interval", "4",
                          "--lr", "0")
             shutil.rmtree(s.out, ignore_errors=True)
             error = said(capsys, 3, main, s)
-            assert re.search(message + ".*; --resume would repeat.*setting", error)
+            assert re.search(f"step {step}: loss .*nan.*; --resume would repeat", error)
             assert [p.name for p in train.checkpoints(Path(s.out))] == ["ckpt-0000004"]
             logged = [1, 2, 3, 4] if interval == "1" else [4]   # a saved step is logged
             assert [line["step"] for line in records(s.out)] == logged
@@ -2166,7 +2128,7 @@ def test_train_what_is_not_finite_stops_the_run_before_it_is_saved(
     passes.clear()
     shutil.rmtree(s.out)
     error = said(capsys, 3, main, settings("--recipe", "bf16"))
-    assert "step 4: validation loss nan; " in error
+    assert "step 4: " in error and "validation loss nan; " in error
     assert [p.name for p in train.checkpoints(Path(s.out))] == ["ckpt-0000002"]
 
 def test_train_a_step_that_logs_nothing_waits_for_no_device(settings, monkeypatch):
@@ -2234,7 +2196,6 @@ def test_train_noise_report_is_the_split_of_each_output(settings):
         noises, slopes = zip(*ufp4.noise(model, first).values())
         assert line["noise"] == pytest.approx(np.mean(noises))
         assert line["slope"] == pytest.approx(np.mean(slopes))
-        assert line["worst_noise"] == max(noises)
         for hook in hooks:
             hook.remove()
         assert model.training and not any(m._forward_hooks for m in model.modules())
@@ -2264,20 +2225,20 @@ def test_train_no_checkpoint_is_without_its_line_in_the_log(
     checkpoint again."""
     whole = settings(*MOE, "--out", str(tmp_path / "out/whole"))
     train.train(whole)
-    out, real, calls = str(tmp_path / "out/died"), train.evaluate, []
+    out, real, calls = str(tmp_path / "out/died"), train.validate, []
 
-    def evaluate(*args):
+    def validate(*args):
         calls.append(args)
         if len(calls) in (1, 3):
             raise ZeroDivisionError
         return real(*args)
 
-    monkeypatch.setattr(train, "evaluate", evaluate)
-    for flags, name in ([], "ckpt-0000002"), (["--resume"], "ckpt-0000006"):
+    monkeypatch.setattr(train, "validate", validate)
+    for flags, name in ([], "ckpt-0000002"), (["--resume", out], "ckpt-0000006"):
         with pytest.raises(ZeroDivisionError):
             train.train(settings(*MOE, "--out", out, *flags))
         assert train.checkpoints(out)[-1].name == name
-    train.train(settings(*MOE, "--out", out, "--resume"))
+    train.train(settings(*MOE, "--resume", out, "--out", out))
     assert same_weights(weights(out), weights(whole.out))
     assert records(out) == records(whole.out)
 
@@ -2293,7 +2254,7 @@ def test_train_prompt_only_continues_a_text_even_when_the_data_is_gone(
              for path in Path(s.out).rglob("*") if path.is_file()}
     mine.unlink()
     shutil.rmtree(tmp_path / "data")
-    for name in "prepare", "evaluate", "get_batch", "save", "log":
+    for name in "prepare", "validate", "get_batch", "save", "log":
         monkeypatch.setattr(train, name, None)          # none of them is called
     printed = []
     for path in s.out, str(train.checkpoints(s.out)[-1]):
@@ -2304,8 +2265,7 @@ def test_train_prompt_only_continues_a_text_even_when_the_data_is_gone(
             printed.append(capsys.readouterr().out)
     assert set(printed) == {printed[0]} and printed[0].startswith("déf ")
     assert len(printed[0].strip()) > len("déf ")
-    error = said(capsys, 1, train.main, ["--resume", s.out, "--prompt", ""])
-    assert "--prompt needs a text" in error
+    train.main(["--resume", s.out, "--prompt", ""])     # goes on after a newline
     assert files == {path: path.read_bytes()
                      for path in Path(s.out).rglob("*") if path.is_file()}
 
@@ -2329,23 +2289,15 @@ def test_train_makes_no_float64_on_the_device(settings):
 @pytest.mark.parametrize("flags,message", [
     ("--recipe fp4", "unknown recipe 'fp4': choose from bf16, ufp4"),
     ("--model big", "unknown model 'big': choose from nano"),
-    ("--dtype float16", "--dtype float16 must be float32 or bfloat16"),
-    ("--steps 0", "--steps 0 must be at least 1"),
-    ("--lr -1", "--lr -1.0 must be at least 0"),
-    ("--lr nan", "--lr nan must be at least 0"),
-    ("--steps 1e3", "invalid int value: '1e3'"),
-    ("--resume", "there is no such checkpoint"),
-    ("--device warp", "--device warp can't be used"),
+    ("--dtype float16", "--dtype: float32 or bfloat16"),
+    ("--resume nowhere", "no such checkpoint"),
     ("--rht forward", "some of fprop, dgrad, wgrad, not ('forward',)"),
     ("--dim 40", "in_features = 40"),
-    ("--heads 3", "--dim 32 must be a multiple of 2 x --heads 3"),
-    ("--experts 4 --top-k 5", "--top-k 5 must be from 1 to --experts 4"),
-    ("--grad-accum 3", "must be a multiple of 1 processes x --grad-accum 3"),
-    ("--warmup 9", "--warmup 9 must be at most --steps 8"),
-    ("--keep-bf16 2", "--keep-bf16 2 leaves none of 2 blocks to quantize"),
+    ("--heads 3", "--dim must be a multiple of 2 x --heads"),
+    ("--experts 4 --top-k 5", "--top-k must be from 1 to --experts"),
+    ("--grad-accum 3", "must be a multiple of 1 processes x --grad-accum"),
+    ("--warmup 9", "--warmup must be at most --steps"),
     ("--prompt x", "--prompt needs a model: add --resume"),
-    ("--resume --prompt", "--prompt: expected one argument"),
-    ("--recipe bf16 --fmt e2m1", "bf16 does not quantize, so that it has no fmt"),
     ("--with nothing.py", "No module named 'nothing'"),
     ("--data nothing.txt", "no data set or file is called 'nothing.txt'"),
     ("--seq-len 20000", "too few for a sequence"),
@@ -2355,19 +2307,6 @@ def test_train_bad_input_is_one_clear_sentence(text, capsys, tmp_path, flags, me
     error = said(capsys, 1, train.main, argv)
     assert (message in error and error.startswith("train.py: ")
             and error.count("\n") == 1)
-
-def test_train_what_ends_a_command_early_is_one_line(text, tmp_path):
-    """Ctrl-C while modules are imported; a cache that can't be written."""
-    (tmp_path / "tqdm.py").write_text("import signal; signal.raise_signal(2)")
-    flags = [*TINY, "--data", str(text), "--out", str(tmp_path / "out")]
-    for env, message in (
-            ({"PYTHONPATH": str(tmp_path)}, "interrupted"),
-            ({"TORCHINDUCTOR_CACHE_DIR": "/dev/null/cache"},
-             "TORCHINDUCTOR_CACHE_DIR can't be used: [Errno 20] Not a directory")):
-        done = subprocess.run([sys.executable, HERE / "train.py", *flags], text=True,
-                              env=os.environ | env, capture_output=True)
-        assert done.returncode == 1 and done.stderr.startswith("train.py: " + message)
-        assert done.stderr.count("\n") == 1
 
 # ---- train.py in processes of its own ------------------------------------------------
 # kill -9 when this run does something for the count-th time: in the midst of a step, of
@@ -2419,7 +2358,7 @@ def start_train(flags, text, tmp_path, preamble="", ranks=1):
         f"import train\n{preamble}\n"
         "train.torch.compiler.set_stance('force_eager')\n"
         "train.prepare = functools.partial("
-        f"train.prepare, root={str(tmp_path / 'data')!r})\n"
+        f"train.prepare, root=train.Path({str(tmp_path / 'data')!r}))\n"
         f"train.main({[*common, *flags]!r})\n")
     torchrun = ["-m", "torch.distributed.run", "--standalone",
                 "--nproc-per-node", str(ranks)]
@@ -2512,12 +2451,6 @@ def test_train_three_processes_of_which_one_has_no_expert(settings, text, tmp_pa
     for a, b in zip(records(out), records(one.out), strict=True):
         assert a["train_loss"] == pytest.approx(b["train_loss"], rel=1e-4)
 
-def test_train_under_torchrun_the_sentence_comes_last(text, tmp_path):
-    process = start_train(["--eval-windows", "3"], text, tmp_path, ranks=2)
-    error = process.communicate(timeout=300)[1]
-    sentence = "train.py: --eval-windows 3 must be a multiple of 2 processes"
-    assert process.returncode == 1 and sentence in error.splitlines()[-2]
-
 def grouped_mm(a, b, offs):
     """F.grouped_mm, which has no float64, as a loop over the groups."""
     groups = list(zip([0, *offs.tolist()], offs.tolist()))
@@ -2564,10 +2497,7 @@ def test_data_own_text_is_bytes_and_follows_its_content(tmp_path):
         parts = [prepare.read_tokens(p[0]) for p in (d.train, d.val)]
         tokens = np.concatenate(parts).tolist()
         assert bytes(tokens) == content
-        assert prepare.decode(tokens, d.vocab_size) == content.decode(errors="replace")
-    path.write_bytes(b" \n")
-    with pytest.raises(ValueError, match="holds no text"):
-        prepare.prepare(str(path), root=tmp_path)
+        assert prepare.decode(tokens, 256) == content.decode(errors="replace")
 
 def test_data_the_default_is_the_standard_library_in_two_disjoint_parts(tmp_path):
     """The same in each call: whole files of the library, each in one of the parts."""
@@ -2577,7 +2507,7 @@ def test_data_the_default_is_the_standard_library_in_two_disjoint_parts(tmp_path
     again = prepare.prepare("python", tmp_path / "b")
     for a, b in (d.train, again.train), (d.val, again.val):
         assert a[0].read_bytes() == b[0].read_bytes()
-    assert len(train_text) > 15 * len(val) > 10**6 and d.vocab_size == 256
+    assert len(train_text) > 15 * len(val) > 10**6
     for module in argparse, dataclasses, json, functools, http.server, pathlib, re:
         source = Path(module.__file__).read_bytes()
         assert (source in train_text) + (source in val) == 1
@@ -2613,10 +2543,6 @@ def test_data_a_prompt_becomes_the_tokens_of_its_vocabulary(monkeypatch):
     monkeypatch.setattr(prepare.tiktoken, "get_encoding", {"gpt2": GPT2()}.__getitem__)
     assert prepare.encode("a bc def", 50257) == [1, 2, 3]
     assert prepare.encode("a " + surrogates, 50257) == [1, 5, 1]
-    monkeypatch.setattr(prepare.tiktoken, "get_encoding",
-                        lambda name: open(os.devnull + "/x"))
-    with pytest.raises(OSError, match="GPT-2's vocabulary.* could not be downloaded"):
-        prepare.encode("a", 50257)
 
 class Server(http.server.BaseHTTPRequestHandler):
     """Serves `files`; breaks off after `limit` bytes."""
@@ -2649,7 +2575,7 @@ def test_data_fineweb_downloads_shards_once(server, tmp_path):
     for name in "val_000000", "train_000001", "train_000002":
         server.files[f"/fineweb_{name}.bin"] = body
     server.limit = 150_000
-    with pytest.raises(OSError, match="broke off at 150000 of .*Try again"):
+    with pytest.raises(OSError, match="got only 150000 out of .*--data python"):
         prepare.prepare("fineweb", tmp_path, 2, server.url)
     # It is never half there under its name, and leaves nothing.
     assert not list((tmp_path / "fineweb").iterdir())
@@ -2657,18 +2583,11 @@ def test_data_fineweb_downloads_shards_once(server, tmp_path):
     for _ in range(2):                          # the second time nothing is fetched
         d = prepare.prepare("fineweb", tmp_path, 2, server.url)
         assert len(server.asked) == 4
-    assert ([p.read_bytes() for p in d.val + d.train] == [body] * 3
-            and d.vocab_size == 50257)
+    assert [p.read_bytes() for p in d.val + d.train] == [body] * 3
 
-def test_data_a_wrong_or_missing_file_says_what_to_do(server, tmp_path):
-    prepare.write_tokens(tmp_path / "other.bin", [1, 50257])
-    server.files = {"/bad.bin": b"<html>please log in</html>" * 100,
-                    "/other.bin": (tmp_path / "other.bin").read_bytes()}
-    for name, message in (("bad.bin", "damaged, or no token file.*put the file at"),
-                          ("other.bin", "its tokens are not GPT-2's"),
-                          ("gone.bin", "404.*--data")):
-        with pytest.raises(OSError, match=message):
-            prepare.download(f"{server.url}/{name}", tmp_path / "new" / name)
+def test_data_a_file_that_is_not_there_says_what_to_do(server, tmp_path):
+    with pytest.raises(OSError, match="404.*--data.*put the file at"):
+        prepare.download(f"{server.url}/gone.bin", tmp_path / "new" / "gone.bin")
     assert not list((tmp_path / "new").iterdir())
 
 # ---- bench.py ------------------------------------------------------------------------
@@ -2827,7 +2746,7 @@ def test_bench_plan_has_the_papers_sizes_and_refuses_what_cannot_be(capsys):
     assert "1 GPU:" in capsys.readouterr().out
     # What train.py refuses, and what it would refuse under torchrun
     for flags, why in (("--dim 40 --data shakespeare", "in_features = 40"),
-                       ("--dim x", "dim.*'x'"), ("--gpus 3", "multiple of 3")):
+                       ("--gpus 3", "multiple of 3")):
         with pytest.raises(SystemExit, match=f"bench.py: .*{why}"):
             bench.main(["plan", *flags.split()])
 
@@ -3049,7 +2968,6 @@ def test_bench_runs_are_compared_with_the_bf16_run_of_the_same_settings(
     bf16 = train.train(settings("--recipe", "bf16", "--out", str(out / "bf16")))
     flags = "--recipe e2m1 --rht fprop,wgrad --keep-bf16 1 --out".split()
     loss = train.train(settings(*flags, str(out / "e2m1")))
-    said_by_train = capsys.readouterr().out
     header, *lines = train.read_log(out / "e2m1/log.jsonl")
 
     def like_e2m1(name, lines=lines, torn="", **changed):

@@ -12,7 +12,6 @@ A token file (.bin) has the layout of the public FineWeb shards: a header of 256
 a text are its bytes, a vocabulary of 256. FineWeb has GPT-2's vocabulary.
 """
 import argparse
-import http.client
 import os
 import platform
 import sys
@@ -36,7 +35,6 @@ FINEWEB = "https://huggingface.co/datasets/kjj0/fineweb10B-gpt2/resolve/main"
 class Dataset:
     train: list                 # paths of token files
     val: list
-    vocab_size: int
 
 # ---- Tokens ----
 
@@ -44,35 +42,25 @@ def vocabulary(name):
     """The vocabulary size of a data set: GPT-2's for FineWeb, bytes for all others."""
     return 50257 if name == "fineweb" else 256
 
-def gpt2():
-    """GPT-2's tokenizer. It downloads its vocabulary once."""
-    try:
-        return tiktoken.get_encoding("gpt2")
-    except OSError as e:
-        raise OSError(f"GPT-2's vocabulary could not be downloaded: {e}") from e
-
 def encode(text, vocab_size):
     """The tokens of a text, a list."""
     # Under LANG=C a command line's "ö" comes as two surrogates. This makes bytes of it
     data = text.encode(errors="surrogateescape")
     if vocab_size == 256:
         return list(data)
-    return gpt2().encode_ordinary(data.decode(errors="replace"))
+    return tiktoken.get_encoding("gpt2").encode_ordinary(data.decode(errors="replace"))
 
 def decode(tokens, vocab_size):
-    """The text of tokens, or why there is none."""
+    """The text of tokens."""
     if vocab_size == 256:
         return bytes(tokens).decode(errors="replace")
-    try:
-        return gpt2().decode(tokens)
-    except OSError as e:
-        return f"(no text: {e})"
+    return tiktoken.get_encoding("gpt2").decode(tokens)
 
 # ---- Files ----
+# A file gets its name when it is whole, so a killed process leaves no half file.
 
 def write_tokens(path, tokens):
-    """Write a token file. tokens: ints under 65536. It gets its name when it is whole,
-    so that a process that is killed leaves no half file."""
+    """Write a token file. tokens: ints under 65536."""
     header = np.zeros(256, dtype=np.int32)
     header[:3] = MAGIC, VERSION, len(tokens)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -81,36 +69,24 @@ def write_tokens(path, tokens):
     os.replace(part, path)
 
 def read_tokens(path):
-    """The tokens of a file, memory-mapped: uint16 (n,). ValueError, with the name of
-    the file, if it is not whole."""
+    """The tokens of a file, memory-mapped: uint16 (n,). ValueError if it is damaged."""
     header = np.fromfile(path, dtype=np.int32, count=256).tolist()
     size, n = os.path.getsize(path), header[2] if len(header) == 256 else 0
     if header[:2] != [MAGIC, VERSION] or size != HEADER + 2 * n:
-        raise ValueError(f"{path} is damaged, or no token file of version {VERSION}: "
-                         "delete it, and train.py makes it again")
+        raise ValueError(f"{path} is damaged: delete it, and train.py makes it again")
     return np.memmap(path, dtype=np.uint16, mode="r", offset=HEADER, shape=(n,))
 
 def download(url, path):
-    """Fetch url to path. The file gets its name when it is whole. OSError, with what to
-    do, if that fails."""
+    """Fetch url to path. OSError if that fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        with urllib.request.urlopen(url, timeout=60) as response, open(part, "wb") as f:
-            total = int(response.headers.get("Content-Length", 0))
-            with tqdm(desc=path.name, total=total, unit="B", unit_scale=True) as bar:
-                while chunk := response.read(1 << 20):
-                    f.write(chunk)
-                    bar.update(len(chunk))
-        if part.stat().st_size < total:
-            raise OSError(f"it broke off at {part.stat().st_size} of {total} bytes")
-        if path.suffix == ".bin" and read_tokens(part).max() >= vocabulary("fineweb"):
-            raise ValueError("its tokens are not GPT-2's")
+        with tqdm(desc=path.name, unit="B", unit_scale=True) as bar:
+            urllib.request.urlretrieve(url, part, lambda n, size, _: bar.update(size))
         os.replace(part, path)
-    except (OSError, ValueError, http.client.HTTPException) as e:
-        raise OSError(f"could not download {url}: {e}. Try again, or without a network "
-                      "use --data python or a text file of yours, or put the file at "
-                      f"{path}") from e
+    except OSError as e:
+        raise OSError(f"could not download {url}: {e}. Without a network use --data "
+                      f"python or a text file of yours, or put the file at {path}")
     finally:
         part.unlink(missing_ok=True)
 
@@ -128,34 +104,21 @@ def standard_library():
         if not skip & set(name.parts):
             part = val if zlib.crc32(name.as_posix().encode()) % 20 == 0 else train
             part.append(path.read_bytes())
-    if not train or not val:
-        raise ValueError(f"found no standard library source in {lib}; use --data with "
-                         "a text file")
     return b"".join(train), b"".join(val)
-
-def split(path):
-    """The bytes of a text, of which the last tenth is for validation."""
-    data = path.read_bytes()
-    cut = len(data) * 9 // 10
-    if not data.strip() or not cut:
-        raise ValueError(f"{path} holds no text")
-    return data[:cut], data[cut:]
 
 def prepare(name="python", root=ROOT, shards=1, url=FINEWEB):
     """Make a data set's files where they are missing -> Dataset.
 
-    name: "python", "shakespeare", "fineweb" or a text file. ValueError for a name or a
-    text that cannot be used, OSError for a download that failed."""
-    root = Path(root)
+    name: "python", "shakespeare", "fineweb" or a text file. ValueError for any other
+    name, OSError for a download that failed."""
     if name == "fineweb":
         folder = root / name
-        val = folder / "fineweb_val_000000.bin"
-        for path in [val] + [folder / f"fineweb_train_{i:06d}.bin"
-                             for i in range(1, shards + 1)]:
+        for part in ["val_000000", *(f"train_{i:06d}" for i in range(1, shards + 1))]:
+            path = folder / f"fineweb_{part}.bin"
             if not path.exists():
                 download(f"{url}/{path.name}", path)
-        train = sorted(folder.glob("fineweb_train_*.bin"))
-        return Dataset(train, [val], vocabulary(name))
+        return Dataset(sorted(folder.glob("*_train_*.bin")),
+                       sorted(folder.glob("*_val_*.bin")))
     if name == "python":
         folder = root / f"python-{platform.python_version()}"
     elif name == "shakespeare":
@@ -172,17 +135,20 @@ def prepare(name="python", root=ROOT, shards=1, url=FINEWEB):
     if not (train.exists() and val.exists()):
         if name == "shakespeare" and not text.exists():
             download(SHAKESPEARE, text)
-        parts = standard_library() if name == "python" else split(text)
+        if name == "python":
+            parts = standard_library()
+        else:
+            data = text.read_bytes()
+            cut = len(data) * 9 // 10           # the last tenth is for validation
+            parts = data[:cut], data[cut:]
         for path, part in zip((train, val), parts):
             write_tokens(path, np.frombuffer(part, dtype=np.uint8))     # token = byte
-    return Dataset([train], [val], vocabulary(name))
+    return Dataset([train], [val])
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Prepare a data set for train.py.")
-    parser.add_argument("name", nargs="?", default="python",
-                        help="python, shakespeare, fineweb, or a text file")
-    parser.add_argument("--shards", type=int, default=1,
-                        help="of fineweb, 100M tokens each")
+    parser.add_argument("name", help="python, shakespeare, fineweb, or a text file")
+    parser.add_argument("--shards", type=int, default=1, help="how many of fineweb")
     args = parser.parse_args()
     try:
         dataset = prepare(args.name, shards=args.shards)
