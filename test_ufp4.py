@@ -26,6 +26,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch._subclasses import FakeTensorMode
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 # Set before triton is imported, this runs its kernels on the CPU.
@@ -70,8 +71,11 @@ every_scale = pytest.mark.parametrize("scale", BLOCKS)
 
 @pytest.fixture(autouse=True)
 def seeded_and_eager():
-    """No test depends on those before it. Only in those of torch.compile, marked with
-    @compiling(), is anything compiled, which takes seconds."""
+    """What a test draws from torch's default generator does not depend on the tests
+    before it.
+
+    What takes seconds to compile runs eagerly, but in tests of torch.compile, with
+    @compiling()."""
     torch.manual_seed(0)
     with torch.compiler.set_stance("force_eager"):
         yield
@@ -114,7 +118,9 @@ def same_bits(a, b):
 def adversarial(fmt, dtype=torch.float32, low=-133, high=127):
     """(R, 64) of magnitudes from 2^low to 2^high: random numbers of each, zeros of both
     signs, multiples of the smallest, a spike, and the format's levels, its ties and
-    their neighbours, at several scales. From subnormals to where the RHT overflows."""
+    their neighbours, at several scales.
+
+    The default goes from subnormals to where the RHT overflows."""
     power = torch.linspace(low, high, 128).round().double()
     x = randn(32, 64).double().clamp(-1.9, 1.9)
     x = (x * 2.0**power.view(32, 4).repeat_interleave(16, 1)).float()
@@ -126,6 +132,7 @@ def adversarial(fmt, dtype=torch.float32, low=-133, high=127):
     v = torch.cat((v, -v)).clamp(-fmt.max, fmt.max)
     v = F.pad(v, (0, -len(v) % 15)).view(-1, 15)
     blocks = torch.cat((torch.full((len(v), 1), fmt.max), v), 1)
+    # A kernel may divide in another way beyond 2^-80 and 2^80
     scales = (SMALLEST, 3 * SMALLEST, 1e-41, 2.0**-126, 2.0**-81, 0.99 * 2.0**-80, 1.0,
               1 / 3, 1.1 * 2.0**80, 4e37)
     ties = torch.cat([blocks * s for s in scales if 2.0**(low - 16) <= s < 2.0**high])
@@ -207,6 +214,7 @@ def test_core_corners(name, scale, stochastic):
     assert f(torch.full((1, 64), 1e38)).isfinite().all() and not f(zeros(2, 64)).any()
     # It may round up, to infinity.
     assert (f(torch.full((1, 64), LARGEST)) > 1e38).all()
+    assert f(zeros(3, 0, 32)).shape == (3, 0, 32)
 
 ufp4_with = functools.partial(replace, RECIPES["ufp4"])
 
@@ -277,6 +285,7 @@ def test_core_rht_multiplies_by_signs_and_an_orthonormal_matrix(n):
     product = rotate(x, signs) @ rotate(w, signs).T
     assert close(product, x.double() @ w.double().T, 2 * n)
     assert same_bits(rotate(x.T.contiguous().T, signs), rotate(x, signs))
+    assert set(signs.tolist()) <= {1.0, -1.0}
     assert n < 16 or not torch.equal(signs, random_signs(12, n))
     # The sum of 128 numbers of 2^120 is no overflow
     assert rotate(torch.full((1, n), 2.0**120).bfloat16(), signs).isfinite().all()
@@ -326,7 +335,8 @@ def numpy_quantizer(x, levels, block, signs, rand, tiles, scale):
 @every_scale
 @pytest.mark.parametrize("seed", range(12))
 def test_core_any_quantizer_equals_fifty_lines_of_numpy_in_float64(seed, scale):
-    """Random grids, blocks, Hadamard sizes, rounding, tiles, dtypes, magnitudes."""
+    """Random grids, odd ones included, blocks, Hadamard sizes, rounding, tiles, dtypes,
+    blocks of all sizes, among them powers of two."""
     r = random.Random(seed)
     levels = r.choice((*map(tuple, GRIDS.values()), *ODD_GRIDS, NF4, (0, 0.1, 0.3)))
     block, stochastic, tiles = 2 ** r.randrange(1, 6), seed % 2 > 0, seed % 3 == 0
@@ -395,12 +405,15 @@ def oracle(x, w, dy, recipe, keys, rounded):
                 ("mxfp4", "sm_120"), ("ufp4-mx", "sm_120"))])
 def test_core_autograd_function_is_the_three_quantized_gemms(name, where, monkeypatch):
     """From the same seed, exact up to the order of sums. The kernels check themselves
-    here, and round codes times float32 scales to bfloat16. A GPU draws other keys than
-    a CPU, so there dY is to nearest, and it need not sum in all of float32's bits."""
+    here, and round codes times float32 scales to bfloat16.
+
+    A GPU draws other keys than a CPU, so there dY is rounded to nearest, and its tensor
+    cores need not sum in all of float32's bits."""
     device = multiply_on(where, monkeypatch)
     sr, bits = (("dy",), 22) if device == "cpu" else ((), 12)
     recipe = replace(RECIPES[name], sign_seed=3, sr=sr)
-    x, dy = randn(3, 15, 64), randn(3, 15, 32, seed=1) * 1e-3   # no whole blocks
+    # The 45 tokens are not whole blocks.
+    x, dy = randn(3, 15, 64), randn(3, 15, 32, seed=1) * 1e-3
     layer = ufp4.Linear(64, 32, recipe=recipe).to(device)
     x_there = x.to(device).requires_grad_()
     torch.manual_seed(5)
@@ -439,7 +452,8 @@ def test_core_each_field_of_a_recipe_reaches_its_gemm_alone(field, value, change
 
 @pytest.mark.parametrize("gemm", GEMMS)
 def test_core_a_gemm_that_a_recipe_leaves_out_is_the_unquantized_one(gemm):
-    """By the recipe's gemms, or by fmt=None in its quantizers, which still rotate."""
+    """Said by the recipe's gemms, or by fmt=None in both quantizers of the GEMM, which
+    then still rotate: the product is the same, up to roundings."""
     class Without(Recipe):
         def quantizer(self, operand, g):
             q = super().quantizer(operand, g)
@@ -512,6 +526,22 @@ def test_core_frozen_operands_and_no_tokens(name, where, experts, monkeypatch):
     assert none is nothing is None
     assert torch.equal(dx, same_dx) and torch.equal(dw, same_dw)
 
+@pytest.mark.parametrize("where", ["torch", *on_kernels(("triton",))])
+def test_core_tensors_without_data_have_shapes_and_leave_no_trace(where, monkeypatch):
+    device, x = multiply_on(where, monkeypatch), randn(32, 32)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        recipe = ufp4_with(sign_seed=7, sr=())      # its signs have data all the same
+        fake = torch.randn(256, 256, device=device).requires_grad_()
+        ufp4.linear(fake, fake, recipe).sum().backward()
+        assert fake.grad.shape == (256, 256)
+    if where == "torch":
+        with torch.device("meta"):
+            recipe = replace(recipe)
+            ufp4.Linear(128, 256)(torch.randn(9, 128)).sum().backward()
+    q = recipe.quantizer("x", "fprop")
+    y = ufp4.linear(x.to(device), x.to(device), recipe)
+    assert close(y, q(x).double() @ q(x).double().T, 32, 7)
+
 # ---- Derivatives: right, or an error -------------------------------------------------
 func = torch.func
 
@@ -566,6 +596,17 @@ def test_core_a_derivative_is_right_or_an_error(name, mode, monkeypatch):
             assert name in FIRST
             assert torch.equal(got, torch.autograd.grad(loss(v), v)[0])
 
+@compiling()
+def test_core_an_exported_layer_takes_any_number_of_tokens_but_no_training():
+    """Its graph would have the derivative of rounding, which is 0."""
+    layer, tokens = ufp4.Linear(32, 16), torch.export.Dim("tokens", min=1, max=4096)
+    exported = torch.export.export(layer, (zeros(32, 32),),
+                                   dynamic_shapes=({0: tokens},)).module()
+    for n in 1, 48, 100:
+        assert torch.equal(exported(x := torch.randn(n, 32)), layer(x))
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(exported(x).sum(), list(exported.parameters()))
+
 # ---- torch.compile: of the quantizer, and by a user ----------------------------------
 class ByRow(Quantizer):
     def __call__(self, x, rand=None):
@@ -588,7 +629,8 @@ class Only(Recipe):
     Quantizer(FORMATS["e2m1-max2"]), ByRow(E1M2),
     Quantizer(E1M2, scale_by_row)])
 def test_compiled_is_eager_bit_for_bit_for_all_signs(quantizer, monkeypatch):
-    """Of a large X, with ties, subnormals and what is not finite."""
+    """Of a large X, ties, subnormals and what is not finite included. A few lines of
+    other code make uniform grids faster."""
     multiply_on("torch", monkeypatch)
     x = randn(256, 192) * 10 ** randn(256, 1, seed=1)
     x[64:96] *= 1e-40
@@ -634,6 +676,7 @@ def test_core_convert_keeps_everything_but_the_arithmetic():
     assert torch.equal(m.a(x), ufp4.linear(x, m.a.weight, "e2m1") + m.a.bias)
     ufp4.convert(m, "ufp4", skip=("inner", "lm_head"))  # again, to another recipe
     assert m.a.recipe.name == "ufp4" and m.inner[0].recipe.name == "e2m1"
+    assert type(ufp4.convert(nn.Linear(16, 16))) is ufp4.Linear
     bf16 = ufp4.Linear(20, 40, recipe="bf16")           # is nn.Linear
     assert torch.equal(bf16(x := randn(3, 20)), F.linear(x, bf16.weight, bf16.bias))
 
@@ -653,6 +696,23 @@ def test_core_a_converted_model_is_trained_and_saved_as_any_other():
     plain.load_state_dict(model.state_dict())
     assert torch.equal(ufp4.convert(plain)(x), model(x))
 
+def test_core_convert_names_what_it_leaves_unquantized():
+    model = nn.Sequential(nn.Linear(16, 16), nn.Bilinear(4, 4, 64), nn.LazyLinear(16),
+                          nn.utils.parametrizations.weight_norm(nn.Linear(16, 16)))
+    with pytest.warns(UserWarning, match="quantized 16% of the weights.*: 1 x "
+                      "Bilinear, 1 x LazyLinear, 1 x ParametrizationList$"):
+        ufp4.convert(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ufp4.convert(Tied())
+
+@pytest.mark.filterwarnings("ignore:convert has quantized")
+def test_core_convert_reaches_a_transformer_layer_in_eval_mode():
+    plain = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True).eval()
+    model, x = ufp4.convert(copy.deepcopy(plain), skip=()), torch.randn(2, 16, 32)
+    with torch.no_grad():               # a fast path would skip the converted layers
+        assert (model(x) - plain(x)).abs().max() > 1e-3
+
 @pytest.mark.parametrize("message,how", [
     ("'fp4'.*ufp4", {"recipe": "fp4"}), ("'head'.*a, b, inner.0", {"skip": ("head",)}),
     ("leaves no linear layer", {"skip": ("a", "b", "inner", "lm_head")}),
@@ -664,20 +724,21 @@ def test_core_convert_refuses_before_changing_anything(message, how):
     assert type(m.a) is type(m.b) is nn.Linear
 
 class Stack(nn.Module):
-    """Layers with biases, one that is used twice, experts."""
+    """Layers with biases, one that is used twice, one that is skipped, experts."""
     def __init__(self):
         super().__init__()
-        self.a, self.b, self.drop = nn.Linear(16, 32), nn.Linear(32, 32), nn.Dropout()
+        self.a, self.b, self.skipped = (nn.Linear(k, 32) for k in (16, 32, 32))
+        self.drop = nn.Dropout().eval()
         self.experts = train.ExpertLinear(2, 32, 48, RECIPES["e2m1"])
         nn.init.normal_(self.experts.weight)
 
     def forward(self, x):
-        x = self.drop(self.b(self.b(F.gelu(self.a(x)))))
+        x = self.drop(self.skipped(self.b(self.b(F.gelu(self.a(x))))))
         return self.experts(x, torch.tensor([20, 64]))
 
 def test_core_noise_is_the_split_of_each_output_and_leaves_no_trace():
     """Against float64."""
-    model, x, seen = ufp4.convert(Stack(), "e2m1"), randn(64, 16), {}
+    model, x, seen = ufp4.convert(Stack(), "e2m1", skip="skipped"), randn(64, 16), {}
 
     def keep(m, inputs, y):
         v, w, bias = inputs[0].double(), m.weight.double(), getattr(m, "bias", None)
@@ -686,7 +747,6 @@ def test_core_noise_is_the_split_of_each_output_and_leaves_no_trace():
         y = y.double() if bias is None else y.double() - bias.double()
         seen.setdefault(m, []).append((exact, y))
 
-    model.drop.eval()
     layers = {"a": model.a, "b": model.b, "experts": model.experts}
     hooks = [m.register_forward_hook(keep) for m in layers.values()]
     found = ufp4.noise(model, x)
@@ -720,7 +780,8 @@ def test_core_the_lesson_is_right(capsys):
 
 # ---- kernels.py, bit for bit against the reference -----------------------------------
 def quantized(x, rows=None, cols=None, form="packed"):
-    """What the kernel makes of rows and of columns, with keys of gen(0) and gen(1)."""
+    """What quantize_kernel makes of rows and of columns, Packed, in one of its forms.
+    The random bits are those of the keys that gen(0) and gen(1) draw first."""
     keys = torch.stack([random_key("cpu", gen(i)) for i in range(2)]).to(DEVICE)
     names = [q and kernels.operand_name(q, form) for q in (rows, cols)]
     made = torch.ops.ufp4.quantize(x.to(DEVICE), SEED, keys, *names)
@@ -728,9 +789,10 @@ def quantized(x, rows=None, cols=None, form="packed"):
             for name, parts in zip(names, (made[:3], made[3:]))]
 
 def same(x, rows=None, cols=None):
-    """Asserts that codes and scales are those of ufp4.quantize. Codes have no meaning
-    where the scale is 0 or NaN. For INT4 they are signs and magnitudes: it has no name.
-    """
+    """Asserts that the kernel's codes and scales are those of ufp4.quantize.
+
+    Codes have no meaning where the scale is 0 or NaN. They are a sign and a magnitude,
+    for INT4 too. So it has no name."""
     for i, (q, p) in enumerate(zip((rows, cols), quantized(x, rows, cols))):
         if q is None:
             continue
@@ -755,7 +817,8 @@ def same(x, rows=None, cols=None):
     ("e1m2", "fp32", torch.float16), ("e2m1", "fp32", torch.bfloat16),
     ("e1m2", "e4m3_up", torch.bfloat16), ("e2m1", "e8m0", torch.bfloat16)])
 def test_kernels_equal_the_reference(fmt, scale, dtype):
-    """In rows and columns, rotated or not, rounded either way, numbers of all sizes."""
+    """In rows and columns, rotated or not, rounded either way, of numbers of every size
+    and of what is not finite."""
     low, high = {torch.float16: (-24, 15)}.get(dtype, (-133, 127))
     if scale.startswith("e4m3"):                # scales are relative to the largest
         low, high = -8, 8
@@ -814,7 +877,8 @@ def test_kernels_decode(fmt, scale):
     ("fp4", "e2m1", "e8m0"), ("fp8", "e1m2", "e8m0_up"), ("fp4x4", "e1m2", "e8m0_up"),
     ("cublas", "e1m2", "e4m3_up"), ("cublas", "e1m2", "fp32")))
 def test_kernels_matmul_multiplies_the_decoded_operands(path, fmt, scale, monkeypatch):
-    """Ragged tiles in M, N and K. Operands with float32 scales are in bfloat16."""
+    """Ragged tiles in M, N and K. Codes and scales multiply exactly. An operand with
+    float32 scales is rounded to bfloat16, and so is a result in it."""
     if path != "cublas" and not kernels.INTERPRET:
         pytest.skip("runs where the hardware has such a path, or in the interpreter")
     q = Quantizer(FORMATS[fmt], SCALES[scale], BLOCKS[scale], random_signs(SEED))
@@ -856,6 +920,7 @@ def test_kernels_routes():
 @pytest.mark.parametrize("call,instruction,count,spills", [
     (("matmul_kernel", "nvfp4", "sm_100"), "tcgen05.mma.cta_group::1.kind::mxf4nvf4", 8,
      12),
+    (("matmul_kernel", "mxfp4", "gfx950"), "v_mfma_scale_f32_32x32x64_f8f6f4", 8, 0),
     (("quantize_kernel", "dY of a layer", "sm_90"), "", 0, 0)])
 def test_kernels_compile_for_gpus_that_are_not_here(call, instruction, count, spills):
     got = bench.lowering(*call)
@@ -866,7 +931,8 @@ def test_kernels_compile_for_gpus_that_are_not_here(call, instruction, count, sp
 @pytest.mark.parametrize("name,most", [("ufp4", 0.38), ("nvfp4", 0.29),
                                        ("mxfp4", 0.27)])
 def test_kernels_keep_the_input_in_4_bits(name, most, monkeypatch):
-    """Bytes that autograd keeps of X, over bfloat16's; nothing with a frozen weight."""
+    """Bytes that autograd keeps of X, over bfloat16's; nothing with a frozen weight.
+    (X^T is as large as swizzled scales are filled up: 128 rows, four blocks.)"""
     x = randn(128, 128).to(multiply_on("triton", monkeypatch)).requires_grad_()
     for training in (True, False):
         w, kept = randn(32, 128, seed=1).to(x.device).requires_grad_(training), []
@@ -879,16 +945,18 @@ def test_kernels_keep_the_input_in_4_bits(name, most, monkeypatch):
 
 @needs_kernels
 def test_kernels_backends_are_chosen_and_said(monkeypatch):
-    """triton: the kernels or an error. Else the reference; a GPU's user is told."""
+    """triton: the kernels, or an error. Else what the kernels can't do runs on the
+    reference, and a GPU's user is told once."""
     def choose(recipe, device):
         return ufp4.choose_backend(recipe, torch.device(device), torch.float32)
 
     odd = (ufp4_with(block=8), "16"), (ufp4_with(gemms=("fprop",)), "all three GEMMs")
     monkeypatch.setenv("UFP4_BACKEND", "triton")
     assert choose(RECIPES["ufp4"], DEVICE) is kernels
-    for recipe, why in odd:
+    for recipe, device, why in (*((recipe, "cpu", why) for recipe, why in odd),
+                                (RECIPES["ufp4"], "meta", "need a GPU")):
         with pytest.raises(ValueError, match=why):
-            choose(recipe, "cpu")
+            choose(recipe, device)
     monkeypatch.delenv("UFP4_BACKEND")
     for recipe, why in *odd, (RECIPES["e2m1"], "cannot run"):
         with warnings.catch_warnings(record=True) as said:
@@ -896,6 +964,18 @@ def test_kernels_backends_are_chosen_and_said(monkeypatch):
             for _ in range(3):
                 assert choose(recipe, "cuda:99") is None        # which no machine has
         assert len(said) == 1 and why in str(said[0].message)
+
+@needs_kernels
+@pytest.mark.skipif(works and not kernels.INTERPRET, reason="needs kernels in Python")
+@pytest.mark.parametrize("name, broken, where", (
+    ("random_128", lambda f: lambda key, first, i: f(key, first + 8, i), "dgrad, row "),
+    ("bind", lambda f: lambda v, n: f(v[::-1], n), "wgrad, row"),
+    ("decode_kernel", lambda f: {(3,): lambda *a: None}, "cannot run a kernel here")))
+def test_kernels_their_check_catches_what_is_broken(name, broken, where, monkeypatch):
+    monkeypatch.setattr(kernels, name, broken(getattr(kernels, name)))
+    monkeypatch.setattr(kernels, "failed_check", new_check.__wrapped__("broken"))
+    reason = kernels.why_not(RECIPES["ufp4"], torch.device("cpu"), torch.bfloat16)
+    assert where in reason, reason
 
 # ---- train.py ------------------------------------------------------------------------
 TINY = ("--layers 2 --dim 32 --heads 2 --hidden 32 --seq-len 32 --batch-size 4 "
@@ -928,7 +1008,7 @@ def gpt(s, recipe="bf16"):
     return model
 
 def weights(out):
-    """{name: tensor} of the last checkpoint, whatever ranks wrote it."""
+    """{name: whole tensor} of a run's last checkpoint, whatever ranks wrote it."""
     dcp_to_torch_save(train.checkpoints(Path(out))[-1], Path(out) / "whole.pt")
     return torch.load(Path(out) / "whole.pt", weights_only=False)["model"]
 
@@ -959,13 +1039,14 @@ def refused(*argv):
 @pytest.mark.parametrize("flags", [
     ["--recipe", "ufp4"], ["--recipe", "bf16", *MOE],
     ["--recipe", "nvfp4", "--sr", "x,dy", "--keep-bf16", "1", *MOE]])
-def test_train_a_run_learns_logs_and_repeats(settings, flags):
+def test_train_a_run_learns_logs_and_repeats(settings, flags, capsys):
     s = settings(*flags, "--steps", "14", "--lr", "2e-2", "--sample", "8",
                  "--eval-interval", "7")
     loss = train.train(s)
     lines, kept = records(s.out), weights(s.out)
     assert [line["step"] for line in lines] == list(range(1, 15))
-    assert lines[0]["train_loss"] == pytest.approx(math.log(256), abs=0.1)  # uniform
+    # At first the prediction is uniform.
+    assert lines[0]["train_loss"] == pytest.approx(math.log(256), abs=0.1)
     assert loss == lines[-1]["val_loss"] < 4 and "val_loss" not in lines[-2]
     assert saved(s.out) == [12, 14]
     assert train.read_log(Path(s.out) / "log.jsonl")[0]["settings"] == vars(s)
@@ -1094,10 +1175,27 @@ def test_train_batches_are_random_windows_that_ranks_and_parts_share_out(
     ("nano-moe", 2.84e6, 0.93e6), ("dense-1.5b", 1.5e9, 1.5e9),
     ("moe-7.9b", 7.9e9, 1.3e9), ("moe-124b", 124e9, 5.1e9)])
 def test_train_presets_have_their_size_within_a_percent(model, total, active):
+    """The last three are the paper's."""
     s = train.parse_args(["--model", model, "--device", "cpu"])
     with torch.device("meta"):
         whole = train.GPT(s, RECIPES["ufp4"], prepare.vocabulary(s.data))
     assert train.counts(whole, s)[:2] == pytest.approx((total, active), rel=0.01)
+
+def test_train_compiled_and_recomputed_blocks_have_the_gradients_of_others(
+        settings, monkeypatch):
+    real, grads = torch.compile, []
+    monkeypatch.setattr(torch, "compile", lambda f, **_: real(f, backend="aot_eager"))
+    tokens = torch.randint(256, (4, 32))
+    for more, stance in ([], "force_eager"), (["--compile", "--remat"], "default"):
+        s = settings("--layers", "3", "--keep-bf16", "1", "--sr", "none", *more)
+        model, _ = train.build(s, train.make_recipe(s), 256)
+        torch.manual_seed(0)
+        model.init_weights()
+        with torch.compiler.set_stance(stance):
+            model(tokens, tokens).backward()
+        grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        assert len(ufp4.noise(model, tokens)) == 8      # sees into compiled blocks
+    assert (grads[0] - grads[1]).norm() < 1e-2 * grads[0].norm()
 
 def test_train_a_branch_is_another_run_in_another_folder(
         settings, text, tmp_path, capsys):
@@ -1142,7 +1240,8 @@ def test_train_a_branch_is_another_run_in_another_folder(
     assert train.parse_args(flags("x", "--recipe", "ufp4")).rht is None
 
 def test_train_a_damaged_file_is_named(settings, tmp_path):
-    """And a run is refused to a second process, but goes on without its last save."""
+    """And the newest checkpoint lost, the run goes on from the one before. While it is
+    another process's, it is refused."""
     s = settings("--recipe", "bf16")
     train.train(s)
     newer, resume = train.checkpoints(s.out)[-1], ["--resume", s.out]
@@ -1239,18 +1338,20 @@ def test_train_what_is_not_finite_stops_the_run_before_it_is_saved(
     assert "step 5: loss " in error and "--resume would repeat" in error
     assert saved(s.out) == [4] and records(s.out)[-1]["step"] == 4
 
-def test_train_prompt_continues_a_text_even_when_the_data_is_gone(
+def test_train_prompt_only_continues_a_text_even_when_the_data_is_gone(
         settings, text, tmp_path, capsys):
     mine = tmp_path / "mine.txt"
     mine.write_text(text.read_text())
     s = settings("--data", str(mine), "--steps", "4", "--sample", "9", *MOE)
     train.train(s)
-    files = tree(Path(s.out))
+    files, printed = tree(Path(s.out)), set()
     mine.unlink()
     shutil.rmtree(tmp_path / "data")
-    capsys.readouterr()
-    train.main(["--resume", s.out, "--prompt", "def "])
-    printed = capsys.readouterr().out
+    for path in s.out, str(train.checkpoints(s.out)[-1]):
+        capsys.readouterr()
+        train.main(["--resume", path, "--prompt", "def "])
+        printed.add(capsys.readouterr().out)
+    (printed,) = printed
     assert printed.startswith("def ") and len(printed.strip()) > 4
     assert files == tree(Path(s.out))
 
@@ -1259,8 +1360,11 @@ def tree(folder):
 
 @pytest.mark.parametrize("flags,message", [
     ("--recipe fp4", "unknown recipe 'fp4': choose from bf16, ufp4"),
+    ("--lr nan", "--lr nan must be at least 0"),
     ("--device warp", "--device warp can't be used"),
+    ("--rht forward", "some of fprop, dgrad, wgrad, not ('forward',)"),
     ("--dim 40", "in_features = 40"),
+    ("--recipe bf16 --fmt e2m1", "bf16 does not quantize, so that it has no fmt"),
     ("--data nothing.txt", "no data set or file is called 'nothing.txt'"),
     ("--seq-len 20000", "too few for a sequence")])
 def test_train_bad_input_is_one_clear_sentence(text, capsys, tmp_path, flags, message):
@@ -1306,7 +1410,8 @@ MOMENTS = ("train.dcp, 'save', 1, kill_in_save", "train, 'log', 4, kill_in_line"
            "fs.FileSystemWriter, 'finish', 1, kill", "train.shutil, 'rmtree', 2, kill")
 
 def run_train(flags, text, tmp_path, *changes, ranks=1):
-    """train.py on CPU processes, changed -> (its exit code, what it says)."""
+    """train.py on `ranks` CPU processes, with something changed -> (exit code, what it
+    says)."""
     common = [] if "--resume" in flags else [*TINY, "--data", str(text)]
     changes = "".join(f"when({change})\n" for change in changes)
     (tmp_path / "run.py").write_text(
@@ -1350,9 +1455,10 @@ def test_train_killed_and_resumed_ends_with_the_same_weights(settings, text, tmp
 
 def test_train_two_processes_are_one_with_two_parts_also_after_losing_one(
         settings, text, tmp_path):
-    """Bit for bit, 3 experts on 2 ranks included, without clipping, as the gradient's
-    norm is summed in another order. When a rank is killed, the other ends too. A signal
-    to one stops both after the same step. One process goes on where two stopped."""
+    """Bit for bit, 3 experts on 2 ranks included: the halves of a batch are multiplied
+    and summed alike, whoever computes them. (The gradient's norm is summed in another
+    order: no clipping.) When a rank is killed, the other ends too. A signal to one of
+    them stops both after the same step. One process goes on where two stopped."""
     flags = [*MOE, "--recipe", "ufp4", "--sr", "none", "--clip", "0",
              "--log-interval", "3", "--eval-windows", "4"]
     one = settings(*flags, "--grad-accum", "2", "--out", str(tmp_path / "one"))
@@ -1414,6 +1520,7 @@ def test_data_a_token_file_is_whole_or_named_and_a_missing_one_made_again(tmp_pa
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match="a.bin is damaged.*delete it"):
             prepare.read_tokens(path)
+    # By the command, in a folder of its own
     shutil.copy(HERE / "data/prepare.py", tmp_path)
     text.write_text("abc" * 100)
     d = prepare.prepare(str(text), tmp_path)
@@ -1543,7 +1650,8 @@ def test_bench_the_growth_for_each_doubling_is_the_slope_of_a_line():
     assert half == pytest.approx(12.71 * np.std(slopes, ddof=1) / math.sqrt(2))
 
 def test_bench_one_seed_has_the_interval_that_the_records_foretell():
-    """Of a difference, and of one of differences, by 400 seeds."""
+    """Of 400 seeds, each with its own error that all rows share: of a difference, and
+    of a difference of differences."""
     rows, noise = {"ufp4": 0.01, "a": 0.02, "b": 0.02, "c": 0.04}, 0.001 * randn(5, 400)
     drawn = {row: (error + noise[i] + noise[4]).tolist()
              for i, (row, error) in enumerate(rows.items())}
@@ -1593,6 +1701,7 @@ def test_bench_the_commands_that_need_no_gpu(elsewhere, monkeypatch, capsys):
                          ("plan --gpus 3", "multiple of 3"),
                          ("study loss --models nano", "study loss has no model 'nano'"),
                          ("study quick --rows none-such", "unknown row 'none-such'"),
+                         ("study quick --with none-such.py", "none-such.py"),
                          ("study quick --record --steps 9", "--record takes no"),
                          ("runs nowhere", "has no run of train.py")):
         with pytest.raises(SystemExit, match=f"bench.py: .*{why}"):
@@ -1648,6 +1757,26 @@ def test_bench_a_study_of_the_front_pages_experiment_end_to_end(
     noises = [json.loads(path.read_text())["noise"]
               for path in bench.OUT.rglob("nano-noisy-*/result.json")]
     assert len(noises) == 2 and max(noises) > 10 * min(noises)
+
+def test_bench_a_job_that_fails_is_said_and_the_other_seeds_go_on(
+        elsewhere, monkeypatch):
+    def command(job, file):
+        end = "sys.exit(3)" if job.seed else "sys.exit('train.py: no space left')"
+        if (job.row, job.seed) == ("bf16", 1):
+            job.branch.mkdir(parents=True)
+            log = '{"text": 0}\n{"step": 9, "val_loss": 2.5}\n'
+            (job.folder / "log.jsonl").write_text(log)
+            end = ""
+        return [sys.executable, "-c", f"import sys; {end}"]
+
+    monkeypatch.setattr(bench.Job, "command", command)
+    with pytest.raises(SystemExit) as stopped:
+        bench.main("study quick --seeds 2 --rows ufp4 --steps 9".split())
+    # The row of seed 0 has not run, so its failure is that of its bf16 run, said once
+    assert stopped.value.code.count("bf16, seed 0: no space left") == 1
+    left = {path.parent.name: json.loads(path.read_text())["loss"]
+            for path in bench.OUT.rglob("result.json")}
+    assert left == {"nano-bf16-s1": 2.5, "nano-ufp4-s1": None}
 
 def test_bench_new_runs_join_the_records_if_their_bf16_run_is_the_same(elsewhere):
     old = bench.read("runs")
@@ -1740,6 +1869,7 @@ def test_bench_runs_are_compared_with_the_bf16_run_of_the_same_settings(
         "bf16": "is the baseline", "e2m1": f"{loss / bf16 - 1:+.2%}", "begun": "",
         "another-seed": "no bf16 run", "longer": "no bf16 run",
         "stopped": f"{at_4[0] / at_4[1] - 1:+.2%} at 4"}    # at its last validation
+    # The longer run has another label, the other seed has not
     assert found["e2m1"]["run"] == found["another-seed"]["run"] == "e2m1, steps 8"
     assert found["longer"]["run"] == "e2m1, steps 99"
     bench.main(["runs", str(out)])
