@@ -624,8 +624,7 @@ class Only(Recipe):
     Quantizer(FORMATS["e2m1-max2"]), ByRow(E1M2),
     Quantizer(E1M2, scale_by_row)])
 def test_compiled_is_eager_bit_for_bit_for_all_signs(quantizer, monkeypatch):
-    """Of a large X, ties, subnormals and what is not finite included. A few lines of
-    other code make uniform grids faster."""
+    """Of a large X, ties, subnormals and what is not finite included."""
     multiply_on("torch", monkeypatch)
     x = randn(256, 192) * 10 ** randn(256, 1, seed=1)
     x[64:96] *= 1e-40
