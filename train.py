@@ -384,12 +384,13 @@ def complete(c):
     for name, value in preset.items():
         if getattr(c, name) is None:
             setattr(c, name, value)
-    for name in ("steps", "lr", "layers", "dim", "heads", "hidden", "seq_len", "block",
+    for name in ("steps", "layers", "dim", "heads", "hidden", "seq_len", "block",
                  "batch_size", "grad_accum", "eval_windows", "eval_interval",
                  "save_interval", "log_interval"):
         value = getattr(c, name)
         require(value is None or value > 0,
                 f"{flag(name)} must be above 0, not {value}")
+    require(c.lr >= 0, f"--lr must be at least 0, not {c.lr}")
     require(abs(c.keep_bf16) < c.layers, "--keep-bf16 leaves no block to quantize")
     require(c.dim % (2 * c.heads) == 0, "--dim must be a multiple of 2 x --heads")
     require(1 <= c.top_k <= c.experts or c.top_k == c.experts == 0,
@@ -402,6 +403,10 @@ def complete(c):
     require(c.dtype in (None, "float32", "bfloat16"), "--dtype: float32 or bfloat16")
     if c.device == "cuda" and WORLD > 1:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    try:
+        torch.empty(1, device=c.device)
+    except (RuntimeError, AssertionError) as e:         # torch knows no such device
+        raise ValueError(f"--device {c.device}: {str(e).splitlines()[0]}") from e
     c.dtype = c.dtype or ("bfloat16" if hardware(c.device)[1] else "float32")
     c.out = c.out or f"out/{c.model}-{variant(c)}-s{c.seed}"
     return c
