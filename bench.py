@@ -743,8 +743,6 @@ def columns_of(results, model, rows):
     for name, effect in EFFECTS.items():
         if set(effect) <= set(rows):
             found[name] = ["", on(model, effect), "", ""]
-    found["`ufp4` smaller than `e2m1` by, %"] = [
-        text(results.reduction([model]), 0), "", "", ""]
     for note, left_out in (("", ()), (" without powers of two", ("ufp4-mx", "mxfp4"))):
         # Rows that round alike, as ufp4 and ufp4-int4 do, are one point
         points = {fprop[row] for row in rows if row in fprop and row not in left_out}
