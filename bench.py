@@ -1504,7 +1504,7 @@ def logged(log, name):
 def is_baseline(bf16, run):
     """Whether a run is the bf16 run, from the start, with the settings of another. Both
     are first lines of logs."""
-    differ = train.HOW | {"recipe", "keep_bf16", *train.RECIPE_FIELDS}
+    differ = train.MAY_CHANGE | {"recipe", "keep_bf16", *train.RECIPE_FIELDS}
     its, mine = bf16["settings"], run["settings"]
     return (its["recipe"] == "bf16" and not bf16["branched"]
             and bf16.get("text") == run.get("text")
@@ -1561,7 +1561,7 @@ def draw_runs(fig, logs):
 
 def main(argv=None):
     global results_go_to
-    # Saving warns of this, but one process needs none
+    # DCP warns of this where there is one process, which is fine
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
     parser = argparse.ArgumentParser(description="Each claim, one command.")
     parser.set_defaults(record=False, file=None, studies=[])

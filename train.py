@@ -62,8 +62,8 @@ from data.prepare import decode, encode, prepare, read_tokens, vocabulary
 
 # --- Processes -----------------------------------------------------------------------
 # Under torchrun several processes train one model. FSDP2 shards it: each keeps a part
-# of each weight, of its gradient and of its optimizer state. To compute a block, its
-# weights are gathered, in float32, so that all processes quantize the same numbers.
+# of each weight, of its gradient and of its optimizer state. Before a block runs, FSDP2
+# gathers its weights, in float32, so that all processes quantize the same numbers.
 # Each process computes its share of the batch. So N processes match one process with
 # --grad-accum N, except for random bits and the order of sums.
 
@@ -78,7 +78,7 @@ def all_sum(t):
     return t
 
 def any_process(condition):
-    """Whether this holds in any process. They wait for each other, but not for GPUs."""
+    """Whether the condition holds in any process."""
     if WORLD == 1:
         return bool(condition)
     return all_sum(torch.tensor(float(bool(condition)))).item() > 0
@@ -90,7 +90,7 @@ def say(text):
             print(text)
 
 def require(condition, message):
-    """What the user can mend is a ValueError, which main() turns into a sentence."""
+    """Raise what the user can mend as a ValueError. main() prints it as a sentence."""
     if not condition:
         raise ValueError(message)
 
@@ -167,7 +167,7 @@ class MoE(nn.Module):
         chosen = (scores + self.bias).topk(self.top_k).indices      # (M, k)
         gates = scores.gather(-1, chosen)           # the weights of a token's experts
         gates = (gates / gates.sum(-1, keepdim=True)).to(x.dtype)
-        expert, order = chosen.flatten().sort(stable=True)          # (M k), by expert
+        expert, order = chosen.flatten().sort(stable=True)          # (M k), sorted
         numbers = torch.arange(len(self.bias), device=x.device)     # 0, ..., E - 1
         # Where the rows of each expert end
         offsets = torch.searchsorted(expert, numbers, right=True).int()     # (E)
@@ -242,16 +242,18 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 # --- A run's folder ------------------------------------------------------------------
-# It holds log.jsonl and checkpoints, ckpt-STEP.
+# It holds log.jsonl and checkpoints, ckpt-STEP. These are folders, which
+# torch.distributed.checkpoint (DCP) writes and reads.
 
 def checkpoints(folder):
-    """The whole checkpoints in a folder, oldest first. DCP writes .metadata last."""
+    """The complete checkpoints in a folder, oldest first. DCP writes .metadata last."""
     return sorted(path.parent for path in Path(folder).glob("ckpt-*/.metadata"))
 
 def read_log(path):
-    """-> [what the last start wrote: settings and so on, a dict for each logged step].
-    What was logged after the step that a start goes on from does not count."""
-    start, steps = None, {}
+    """-> [header, step, step, ...]: what the last start wrote (settings and so on), and
+    a dict for each logged step. A start writes a header, with the step that it goes on
+    from. Steps that were logged after that one are left out."""
+    header, steps = None, {}
     for text in Path(path).read_text(errors="replace").splitlines():
         try:
             line = json.loads(text)
@@ -260,10 +262,10 @@ def read_log(path):
         if "step" in line:
             steps[line["step"]] = line
         else:
-            start = line
-            steps = {n: step for n, step in steps.items() if n <= line["start"]}
-    require(start, f"{path} is damaged: it has no line of settings")
-    return [start, *steps.values()]
+            header = line
+            steps = {n: step for n, step in steps.items() if n <= header["start"]}
+    require(header, f"{path} is damaged: it has no line of settings")
+    return [header, *steps.values()]
 
 # --- Settings ------------------------------------------------------------------------
 
@@ -278,7 +280,8 @@ PRESETS = {
     "small-moe": dict(SMALL, hidden=352, experts=32, top_k=3)}
 
 def names(text):
-    """fprop,wgrad -> ["fprop", "wgrad"]; none -> []. The type of some flags."""
+    """fprop,wgrad -> ["fprop", "wgrad"]; none -> []. argparse calls this for the flags
+    that have it as their type."""
     return [] if text == "none" else text.replace(" ", "").split(",")
 
 @dataclass
@@ -338,8 +341,8 @@ class Config:
 RECIPE_FIELDS = ("fmt", "scale", "block", "rht", "sr", "tiles", "gemms", "rht_block")
 # A run may go on with other values of these. They change no numbers, or only random
 # bits and how sums are rounded (device, compile, grad_accum)
-HOW = {"out", "resume", "prompt", "with_", "device", "compile", "remat", "grad_accum",
-       "eval_interval", "save_interval", "log_interval", "sample"}
+MAY_CHANGE = {"out", "resume", "prompt", "with_", "device", "compile", "remat",
+              "grad_accum", "eval_interval", "save_interval", "log_interval", "sample"}
 
 def hardware(device):
     """-> (the name of the GPU or CPU, whether it has instructions for BF16)"""
@@ -365,8 +368,8 @@ def make_recipe(config):
     recipe = ufp4.lookup("recipe", config.recipe, ufp4.RECIPES)
     return replace(recipe, sign_seed=recipe.sign_seed + config.seed, **config.overrides)
 
-def goes_on(config):
-    """Whether a run goes on in its own folder, from its last checkpoint."""
+def continues_in_place(config):
+    """Whether this is a run that goes on from its own last checkpoint."""
     last = checkpoints(config.out)[-1:]
     return config.resume is not None and last == [Path(config.resume)]
 
@@ -435,19 +438,21 @@ def parse_args(argv=None):
             "--prompt needs a model: add --resume RUN")
     before = {}
     if "resume" in typed:
-        path = Path(typed.pop("resume") or complete(Config(**typed)).out)
-        path = max(checkpoints(path), default=path)         # the last of a run's folder
+        given = typed.pop("resume")
+        path = Path(given or complete(Config(**typed)).out)     # without a path: --out
+        if checkpoints(path):                                   # it is a run's folder
+            path = checkpoints(path)[-1]
         require((path / ".metadata").exists(), f"--resume {path}: no such checkpoint")
         before = read_log(path.parent / "log.jsonl")[0]["settings"]
         typed = {"out": str(path.parent), **typed, "resume": str(path)}
-    # Another recipe comes without what flags had changed in the old one
+    # --recipe undoes what flags had changed in the recipe before
     fresh = dict.fromkeys(RECIPE_FIELDS) if "recipe" in typed else {}
     config = complete(Config(**{**before, **fresh, **typed}))
     changed = [flag(name) for name, value in vars(config).items()
-               if name not in HOW and value != before.get(name)]
-    require(not changed or not goes_on(config) or config.prompt is not None,
-            f"{', '.join(changed)} would change the run in {config.out}; to branch "
-            "from it, add --out with a new folder")
+               if name not in MAY_CHANGE and value != before.get(name)]
+    if changed and continues_in_place(config) and config.prompt is None:
+        raise ValueError(f"{', '.join(changed)} would change the run in {config.out}; "
+                         "to branch from it, add --out with a new folder")
     return config
 
 # --- Data ----------------------------------------------------------------------------
@@ -456,13 +461,15 @@ def load_data(config):
     """-> (shards to train on, validation tokens, the name and version of the data)"""
     if RANK == 0:
         prepare(config.data)            # one process downloads for all
-    any_process(False)                  # the others wait
+    if WORLD > 1:
+        dist.barrier()                  # the others wait
     data = prepare(config.data)
     shards, val = [read_tokens(path) for path in data.train], read_tokens(data.val[0])
     for tokens in (*shards, val):
         require(len(tokens) > config.seq_len, f"{tokens.filename} has {len(tokens)} "
                 "tokens, too few for a sequence: take a smaller --seq-len")
-    # The folder's name has Python's version, or the checksum of a text
+    # The folder's name has Python's version, or the checksum of a text. So a run that
+    # goes on can tell whether the data is still the same
     return shards, val, f"{data.train[0].parent.name}-{len(shards)}"
 
 def windows(tokens, starts, config):
@@ -481,27 +488,28 @@ def get_batch(shards, config, step, part=0):
     generator = np.random.default_rng((config.seed, step))
     starts = generator.integers(0, len(shard) - config.seq_len, size=config.batch_size)
     size = config.batch_size // (WORLD * config.grad_accum)
-    return windows(shard, starts[(part * WORLD + RANK) * size:][:size], config)
+    first = (part * WORLD + RANK) * size
+    return windows(shard, starts[first:first + size], config)
 
 # --- Evaluation ----------------------------------------------------------------------
 
 @torch.no_grad()
 def validate(model, val, config):
-    """What the log says of a validation: the mean loss over windows that are spaced
-    evenly over the text, always with the same random bits; and means over the layers of
-    their noise in the forward pass and of their slopes (see ufp4.noise)."""
+    """Returns what the log says of a validation: the mean loss over windows that are
+    spaced evenly over the text; and means over the layers of the noise and slopes of
+    their outputs (see ufp4.noise), on the first batch of one process."""
     starts = np.linspace(0, len(val) - config.seq_len - 1, config.eval_windows)
-    size = config.batch_size // config.grad_accum
+    size = config.batch_size // config.grad_accum       # of all processes together
     batches = np.split(starts.astype(int), range(size, config.eval_windows, size))
     batches = [np.split(batch, WORLD)[RANK] for batch in batches]   # this process's
     model.eval()
-    torch.manual_seed(config.seed)
+    torch.manual_seed(config.seed)      # for --sr x, which rounds X in fprop randomly
     losses = []
     for starts in tqdm(batches, "validating", leave=False, disable=RANK > 0):
         losses.append(model(*windows(val, starts, config)) * len(starts))
-    model.train()
     loss = sum(all_sum(torch.stack(losses)).tolist()) / config.eval_windows
     layers = ufp4.noise(model, windows(val, batches[0], config)[0]).values()
+    model.train()
     if not layers:
         return {"val_loss": loss}
     noise, slope = np.mean(list(layers), 0).tolist()
@@ -534,8 +542,9 @@ def claim(config):
         raise ValueError(f"another process trains in {out}; take another --out")
     except (ImportError, OSError):      # Windows and some network disks have no locks
         pass
-    require(goes_on(config) or not checkpoints(out), f"{out} holds a run: --resume "
-            f"{out} goes on with it, --out with a new folder begins another")
+    require(continues_in_place(config) or not checkpoints(out),
+            f"{out} holds a run: --resume {out} goes on with it, --out with a new "
+            "folder begins another")
     return lock
 
 def state_of(model, optimizer, step=0):
@@ -554,38 +563,42 @@ def save(config, step, model, optimizer):
             shutil.rmtree(path)
 
 def load(path, state):
-    """Read a checkpoint into the tensors of `state`, in place, and replace its other
-    values. ValueError if it is cut off or has another model. It has no checksum, but
-    pickles, which can run any code: load only what you trust."""
+    """Read a checkpoint into `state`: into its tensors, in place, which are weights and
+    AdamW's moments and counts of steps. ValueError if it is cut off or has another
+    model. A checkpoint has no checksum. It has pickles, which can run any code: load
+    only what you trust."""
     try:
         dcp.load(state, checkpoint_id=path)
     except CheckpointException as e:
         error, _ = next(iter(e.failures.values()))
         raise ValueError(f"can't load {path}: {error!r}; if it is damaged, delete it, "
                          "and --resume takes the checkpoint before") from e
-    there = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    here = {"model." + name for name in state["model"]}
-    more = {name for name in there if name.startswith("model.")} - here
-    require(not more, f"{path} has another model, with {', '.join(sorted(more))}")
+    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    expected = {"model." + name for name in state["model"]}
+    extra = {name for name in saved if name.startswith("model.")} - expected
+    require(not extra, f"{path} has another model, with {', '.join(sorted(extra))}")
 
 def restore(config, version, model, optimizer):
-    """Load the checkpoint of --resume. Returns its number of steps, whether the run is
-    a branch or goes on with one, and the last line of the log."""
+    """Load the checkpoint of --resume. Returns its number of steps; whether the run is
+    a branch (bench.py compares others with whole runs); and the last line of the log,
+    which has the loss of a run without steps left."""
     path, state = Path(config.resume), state_of(model, optimizer)
     before, *_, line = read_log(path.parent / "log.jsonl")
-    # A branch may take other data by another name. The same name must be the same text
-    require(version == before["text"] or config.data != before["settings"]["data"],
-            f"--data {config.data} is {version} now and was {before['text']}")
+    # A branch may take other data, by another name
+    if config.data == before["settings"]["data"] and version != before["text"]:
+        raise ValueError(f"--data {config.data} is {version} now and was "
+                         f"{before['text']}")
     load(path, state)
-    require(state["step"] < config.steps or goes_on(config), f"{path} has made "
-            f"{state['step']} steps: a branch needs more than --steps {config.steps}")
-    return state["step"], not goes_on(config) or before["branched"], line
+    require(state["step"] < config.steps or continues_in_place(config),
+            f"{path} has made {state['step']} steps: a branch needs more than --steps "
+            f"{config.steps}")
+    return state["step"], not continues_in_place(config) or before["branched"], line
 
 def log(config, line):
     """Append a line, a dict, to the log. Print it if it has a validation loss."""
     path, text = Path(config.out) / "log.jsonl", json.dumps(line) + "\n"
     if "settings" in line and path.exists():
-        text = "\n" + text              # ends half a line of a process that was killed
+        text = "\n" + text      # a process that was killed may have left half a line
     if RANK == 0:
         with open(path, "a") as file:
             file.write(text)
@@ -634,7 +647,8 @@ def build(config, recipe, vocab_size):
 
 @contextmanager
 def signals_noted():
-    """Yields a list that Ctrl-C and SIGTERM are added to. They do nothing else."""
+    """Yields a list that Ctrl-C and SIGTERM are added to. Until the block ends, they
+    interrupt nothing."""
     found, handlers = [], {}
     if threading.current_thread() is threading.main_thread():   # no other may do this
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -665,16 +679,16 @@ def train(config):
         f"{variant(config)}, {config.dtype} on {WORLD} x {name}, steps {start} to "
         f"{config.steps}, {config.out}")
     if recipe.fmt is not None:
-        say("the first step compiles the quantizers, up to a minute if not yet cached")
+        say("the first step compiles the quantizers, which takes up to a minute once")
 
     moes = [m for m in model.modules() if isinstance(m, MoE)]
     bar = tqdm(total=config.steps, initial=start, disable=RANK > 0)
-    done, logged, clock = start, start, time.perf_counter()     # logged: the last step
+    done, last_logged, clock = start, start, time.perf_counter()
     with bar, signals_noted() as signals:
         for step in range(start, config.steps):
             # The random bits of this step and process: a resumed run draws the same
-            bits = np.random.SeedSequence((config.seed, step, RANK))
-            torch.manual_seed(int(bits.generate_state(1, np.uint64)[0]))
+            seeds = np.random.SeedSequence((config.seed, step, RANK))
+            torch.manual_seed(int(seeds.generate_state(1, np.uint64)[0]))
             lr = learning_rate(step, config)
             for group in optimizer.param_groups:
                 group["lr"] = lr
@@ -697,11 +711,11 @@ def train(config):
             validates = last or done % config.eval_interval == 0
             if not (saves or validates or done % config.log_interval == 0):
                 continue
-            # Only now wait for the device. Processes differ in the loss, so take means
+            # Only now wait for the device. The loss is the mean over the processes
             numbers = all_sum(torch.stack((loss, norm, *loads))) / WORLD
             loss, norm, *loads = numbers.tolist()
             seconds = time.perf_counter() - clock
-            speed = (done - logged) * config.batch_size * config.seq_len / seconds
+            speed = (done - last_logged) * config.batch_size * config.seq_len / seconds
             bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s")
             line = {"step": done, "train_loss": loss, "val_loss": None, "lr": lr,
                     "grad_norm": norm, "max_load": max(loads, default=None),
@@ -717,7 +731,7 @@ def train(config):
                 save(config, done, model, optimizer)
             if stops:
                 break
-            logged, clock = done, time.perf_counter()   # leaves out validating, saving
+            last_logged, clock = done, time.perf_counter()  # not of validating, saving
 
     if done < config.steps:
         stop(f"stopped after step {done} and saved; --resume {config.out} goes on")
@@ -751,7 +765,7 @@ def main(argv=None):
     """The command. In a notebook: train.main(["--recipe", "ufp4"])."""
     if hasattr(sys.stdout, "reconfigure"):      # what a terminal can't show becomes "?"
         sys.stdout.reconfigure(errors="replace", line_buffering=True)
-    # Saving warns of this, but one process needs none
+    # DCP warns of this where there is one process, which is fine
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
     try:
         config = parse_args(argv)
@@ -771,5 +785,6 @@ def main(argv=None):
         stop(str(e) or "interrupted")
 
 if __name__ == "__main__":
-    sys.modules["train"] = sys.modules["__main__"]      # a file of --with imports train
+    # A file of --with that imports train gets this module, not a second one
+    sys.modules["train"] = sys.modules["__main__"]
     main()
