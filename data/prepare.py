@@ -1,6 +1,6 @@
 """Turn text into files of tokens.
 
-train.py calls prepare() when its data is not there yet. By hand:
+train.py calls prepare(), which makes what is not there yet. By hand:
 
     python data/prepare.py python               # this Python's standard library, 11 MB
     python data/prepare.py shakespeare          # 1.1 MB, downloaded
@@ -44,7 +44,7 @@ def vocabulary(name):
 
 def encode(text, vocab_size):
     """The tokens of a text, a list."""
-    # Under LANG=C a command line's "ö" comes as two surrogates. This makes bytes of it
+    # Under LANG=C Python reads the bytes of a command line's "ö" as surrogates
     data = text.encode(errors="surrogateescape")
     if vocab_size == 256:
         return list(data)
@@ -71,10 +71,10 @@ def write_tokens(path, tokens):
 def read_tokens(path):
     """The tokens of a file, memory-mapped: uint16 (n,). ValueError if it is damaged."""
     header = np.fromfile(path, dtype=np.int32, count=256).tolist()
-    size, n = os.path.getsize(path), header[2] if len(header) == 256 else 0
-    if header[:2] != [MAGIC, VERSION] or size != HEADER + 2 * n:
+    whole = len(header) == 256 and os.path.getsize(path) == HEADER + 2 * header[2]
+    if not whole or header[:2] != [MAGIC, VERSION]:
         raise ValueError(f"{path} is damaged: delete it, and train.py makes it again")
-    return np.memmap(path, dtype=np.uint16, mode="r", offset=HEADER, shape=(n,))
+    return np.memmap(path, dtype=np.uint16, mode="r", offset=HEADER, shape=header[2])
 
 def download(url, path):
     """Fetch url to path. OSError if that fails."""
@@ -109,8 +109,9 @@ def standard_library():
 def prepare(name="python", root=ROOT, shards=1, url=FINEWEB):
     """Make a data set's files where they are missing -> Dataset.
 
-    name: "python", "shakespeare", "fineweb" or a text file. ValueError for any other
-    name, OSError for a download that failed."""
+    name: "python", "shakespeare", "fineweb" or a text file. shards: how many shards of
+    FineWeb there are at least. ValueError for any other name, OSError for a download
+    that failed."""
     if name == "fineweb":
         folder = root / name
         for part in ["val_000000", *(f"train_{i:06d}" for i in range(1, shards + 1))]:
@@ -119,6 +120,7 @@ def prepare(name="python", root=ROOT, shards=1, url=FINEWEB):
                 download(f"{url}/{path.name}", path)
         return Dataset(sorted(folder.glob("*_train_*.bin")),
                        sorted(folder.glob("*_val_*.bin")))
+    text = None                                 # the file that it is made from
     if name == "python":
         folder = root / f"python-{platform.python_version()}"
     elif name == "shakespeare":
@@ -135,7 +137,7 @@ def prepare(name="python", root=ROOT, shards=1, url=FINEWEB):
     if not (train.exists() and val.exists()):
         if name == "shakespeare" and not text.exists():
             download(SHAKESPEARE, text)
-        if name == "python":
+        if text is None:
             parts = standard_library()
         else:
             data = text.read_bytes()
