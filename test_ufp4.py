@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import threading
+import types
 import warnings
 from dataclasses import replace
 from fractions import Fraction
@@ -1310,7 +1311,8 @@ def test_train_what_is_not_finite_stops_the_run_before_it_is_saved(
     monkeypatch.setattr(train.GPT, "forward", forward)
     monkeypatch.setattr(train, "parse_args", lambda argv: s)
     error = said(capsys, 3, train.main, [])
-    assert f"step {5 if where == 'loss' else 6}: loss " in error and "--resume would repeat" in error
+    step = 5 if where == "loss" else 6          # 6: where the loss is read next
+    assert f"step {step}: loss " in error and "--resume would repeat" in error
     assert saved(s.out) == [4] and records(s.out)[-1]["step"] == 4
 
 def test_train_prompt_only_continues_a_text_even_when_the_data_is_gone(
@@ -1606,6 +1608,44 @@ def test_bench_loss_errors_are_paired_by_seed_and_signed():
     mean, half = bench.interval([1.0, 2.0, 3.0, 4.0])
     assert mean == 2.5 and half == pytest.approx(3.182 * math.sqrt(5 / 3 / 4))
 
+def test_bench_what_lies_beyond_the_line_of_doses():
+    """Doses on a line have nothing beyond it, a recipe has what it is off by."""
+    noise = dict(zip(bench.DOSES, (0.005, 0.006, 0.0075, 0.01, 0.015)), e2m1=0.007)
+    errors = {row: [0.001 * seed + 4 * x for seed in range(3)]
+              for row, x in noise.items()}
+    errors["e2m1"] = [error - 0.003 for error in errors["e2m1"]]
+    runs = runs_of(errors, "cause-0.3m") + runs_of({"bf16": (0, 0, 0)}, "cause-0.3m")
+    for r in runs:
+        r |= {"noise": noise.get(r["row"]), "slope": 1 - noise.get(r["row"], 0)}
+    results = of(runs)
+    for row in noise:
+        mean, half = results.contrast(bench.beyond_line(results, "cause-0.3m", row))
+        assert mean == pytest.approx(-0.003 * (row == "e2m1"), abs=1e-12)
+        assert half == pytest.approx(0, abs=1e-12)
+    (table,) = bench.tables_of(results, ["dose"]).values()
+    assert table[0][-1] == "beyond the line, %"
+    assert ["`e2m1`", "-0.30 ± 0.00"] in [[row[0], row[-1]] for row in table]
+
+def test_bench_doses_have_the_noise_that_they_say():
+    x, plain = randn(500, 64) * 10 ** randn(500, 1, seed=1), ufp4_with()
+    for dose in (1.25, 3):
+        recipe = RECIPES[f"ufp4-noise-{dose}"]
+        for gemm, times in (("fprop", dose), ("wgrad", 1)):
+            q, rotated = recipe.quantizer("x", gemm)(x), rotate(x, recipe.signs)
+            error = plain.quantizer("x", gemm)(x) - rotated
+            power = (q - rotated).square().mean(-1) / error.square().mean(-1)
+            assert power.mean() == pytest.approx(times, rel=0.02)
+
+def test_bench_a_late_row_goes_on_with_the_recipe_that_it_helps(elsewhere):
+    args = types.SimpleNamespace(train=[], runs=Path("runs"), versions={},
+                                 studies=["help"])
+    late, first = (bench.Job(args, "cause-0.3m", row, 3)
+                   for row in ("nvfp4-late-bf16", "nvfp4"))
+    assert late.branch == first.kept and late.first == 2205 == 2645 - late.steps
+    assert first.keeps and not late.keeps and first.first == 1763
+    s = train.parse_args(late.flags)
+    assert s.recipe == "bf16" and s.seed == 3
+
 def test_bench_the_growth_for_each_doubling_is_the_slope_of_a_line():
     """Over two seeds and three sizes. numpy's own fit is the oracle."""
     sizes, errors = {"m2": 2, "m4": 4, "m16": 16}, randn(3, 3)
@@ -1708,7 +1748,7 @@ def test_bench_a_study_of_the_front_pages_experiment_end_to_end(
     val = prepare.read_tokens(prepare.prepare(str(text)).val[0]).astype(np.int64)
     starts = np.linspace(0, len(val) - 33, (len(val) - 1) // 32 // 4).astype(int)
     s = train.parse_args([*command[7:], "--recipe", "bf16", "--sample", "0", "--resume",
-                          str(next(bench.OUT.rglob("ckpt-*"))),
+                          str(next(bench.OUT.rglob("nano-bf16-*/ckpt-*"))),
                           "--out", str(elsewhere / "again")])
     train.train(s)
     model, _ = train.build(s, RECIPES["bf16"], 256)
@@ -1731,7 +1771,7 @@ def test_bench_a_job_that_fails_is_said_and_the_other_seeds_go_on(
     def command(job, file):
         end = "sys.exit(3)" if job.seed else "sys.exit('train.py: no space left')"
         if (job.row, job.seed) == ("bf16", 1):
-            job.branch.mkdir(parents=True)
+            job.kept.mkdir(parents=True)
             log = '{"text": 0}\n{"step": 9, "val_loss": 2.5}\n'
             (job.folder / "log.jsonl").write_text(log)
             end = ""
