@@ -1311,10 +1311,10 @@ def compiled(kernel, name, arch):
     x = torch.empty(8192, 8192, dtype=torch.bfloat16, device="meta")
     keys = torch.empty(2, 2, dtype=torch.int32, device="meta")
     if kernel == "quantize_kernel":
-        kernels.launch_quantize(x, 0, keys, *calls()[name])
+        kernels.launch_quantize.launch(x, 0, keys, *calls()[name])
     else:
         a, _ = kernels.quantize(x, RECIPES[name], "x", "fprop", native=True)
-        kernels.launch_matmul(*a[:3], *a[:3], a.name, x.dtype)
+        kernels.launch_matmul.launch(*a[:3], *a[:3], a.name, x.dtype)
     return found[-1].asm
 
 def counts(kernel, name, arch):

@@ -920,7 +920,7 @@ def test_kernels_routes():
 def test_kernels_compile_for_gpus_that_are_not_here(call, instruction, count, spills):
     got = bench.lowering(*call)
     assert got.get("instruction", str(got)).startswith(instruction), got
-    assert got["count"] == count and got["spills"] <= spills, got
+    assert got["count"] == count and got.get("spills", 0) <= spills, got
 
 @needs_kernels
 @pytest.mark.parametrize("name,most", [("ufp4", 0.38), ("nvfp4", 0.29),
