@@ -788,7 +788,7 @@ def line(results, model, noise):
 def beyond_line(results, model, row):
     """The weights of a row's loss error minus what the line through the doses says."""
     fprop = results.fprop(model)
-    if row not in fprop or not line(results, model, 0):
+    if row not in (*DOSES, *GROUPS["dose"]["recipe"]) or row not in fprop:
         return ""
     weights = {dose: -weight
                for dose, weight in line(results, model, fprop[row][1]).items()}

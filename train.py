@@ -182,7 +182,7 @@ class MoE(nn.Module):
 
     @torch.no_grad()
     def balance(self, rate=1e-2):
-        """Once a step: raise the bias of experts with less than their share by `rate`,
+        """Once a step: raise by `rate` the bias of experts with less than their share,
         lower the others'. Returns (largest load) / (mean load); 1 is balanced."""
         all_sum(self.load)
         mean, largest = self.load.mean(), self.load.max()
@@ -210,7 +210,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList()
         for i in range(config.layers):
             keep = config.keep_bf16
-            in_bf16 = i < -keep if keep < 0 else i >= config.layers - keep
+            in_bf16 = i >= config.layers - keep if keep >= 0 else i < -keep
             self.blocks.append(Block(config, ufp4.RECIPES["bf16"] if in_bf16
                                      else recipe))
         self.norm = nn.RMSNorm(config.dim)
@@ -250,9 +250,9 @@ def checkpoints(folder):
     return sorted(path.parent for path in Path(folder).glob("ckpt-*/.metadata"))
 
 def read_log(path):
-    """-> [header, step, step, ...]: what the last start wrote (settings and so on), and
-    a dict for each logged step. A start writes a header, with the step that it goes on
-    from. Steps that were logged after that one are left out."""
+    """-> [header, step, step, ...], dicts. Each time a run starts or resumes, it writes
+    a header, with its settings and the step that it goes on from. This returns the last
+    header. Steps that were logged after the one that it goes on from are left out."""
     header, steps = None, {}
     for text in Path(path).read_text(errors="replace").splitlines():
         try:
@@ -445,8 +445,11 @@ def parse_args(argv=None):
         require((path / ".metadata").exists(), f"--resume {path}: no such checkpoint")
         before = read_log(path.parent / "log.jsonl")[0]["settings"]
         typed = {"out": str(path.parent), **typed, "resume": str(path)}
-    # --recipe undoes what flags had changed in the recipe before
+    # Flags win over the run's settings. --recipe or --model undoes what other flags had
+    # changed in the recipe or preset before
     fresh = dict.fromkeys(RECIPE_FIELDS) if "recipe" in typed else {}
+    if "model" in typed:
+        fresh |= dict.fromkeys(NANO)
     config = complete(Config(**{**before, **fresh, **typed}))
     changed = [flag(name) for name, value in vars(config).items()
                if name not in MAY_CHANGE and value != before.get(name)]
@@ -580,8 +583,8 @@ def load(path, state):
 
 def restore(config, version, model, optimizer):
     """Load the checkpoint of --resume. Returns its number of steps; whether the run is
-    a branch (bench.py compares others with whole runs); and the last line of the log,
-    which has the loss of a run without steps left."""
+    a branch (bench.py takes only a run from the start as a baseline); and the last line
+    of the log, needed if no step is left."""
     path, state = Path(config.resume), state_of(model, optimizer)
     before, *_, line = read_log(path.parent / "log.jsonl")
     # A branch may take other data, by another name
