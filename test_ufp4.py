@@ -852,7 +852,7 @@ def test_kernels_decode(fmt, scale):
     for i in (0, 1):                            # along rows, along columns
         p, swizzled, decoded = (quantized(x, q, q, form)[i]
                                 for form in ("packed", "swizzled", "decoded"))
-        scales = p.scale.cpu().view(ufp4.STORED.get(q.scale, torch.float32))
+        scales = p.scale.cpu().view(ufp4.SCALE_DTYPES.get(q.scale, torch.float32))
         stored = ufp4.PackedTensor(p.codes.cpu(), scales, 1.0, replace(q.fmt, name=""))
         exact = stored.dequantize().bfloat16()
         for got in p.decoded().cpu(), decoded.decoded().cpu():
