@@ -382,7 +382,7 @@ def test_core_the_rotation_decides_which_grid_is_better():
 def oracle(x, w, dy, recipe, keys, rounded):
     """Y, dX, dW in float64 for x (M, K), w (N, K), dy (M, N), by the code of README.md:
     each operand rotated and quantized; for cuBLAS rounded to bfloat16."""
-    def q(operand, gemm):
+    def quantizer(operand, gemm):
         def quantized(t):
             rand = None
             if operand in recipe.sr:
@@ -395,7 +395,7 @@ def oracle(x, w, dy, recipe, keys, rounded):
         return quantized
     m = len(x)
     x, dy = (F.pad(t, (0, 0, 0, -m % ufp4.unit_of(recipe))) for t in (x, dy))
-    names = {"q": q}
+    names = {"quantizer": quantizer}
     exec(re.search(r"```python\n(def forward.*?)```", README, re.S)[1], names)
     y, (dx, dw) = names["forward"](x, w), names["backward"](x, w, dy)
     return y[:m], dx[:m], dw
