@@ -47,7 +47,6 @@ import torch.nn.functional as F
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 import ufp4
@@ -158,7 +157,7 @@ class MoE(nn.Module):
         numbers = torch.arange(len(self.bias), device=x.device)     # 0, ..., E - 1
         # Where the rows of each expert end
         offsets = torch.searchsorted(expert, numbers, right=True).int()     # (E)
-        if self.training:       # --remat counts tokens twice, but only ratios matter
+        if self.training:
             self.load += torch.diff(offsets, prepend=offsets.new_zeros(1))
         copies = flat.repeat_interleave(self.top_k, 0)              # (M k, C)
         gate, up = self.fc1(copies[order], offsets).chunk(2, -1)
@@ -192,7 +191,7 @@ class GPT(nn.Module):
     """Pre-norm RMSNorm, RoPE, attention, SwiGLU or MoE; no biases, untied head."""
     def __init__(self, config, recipe, vocab_size):
         super().__init__()
-        self.use_bf16, self.remat = config.dtype == "bfloat16", config.remat
+        self.use_bf16 = config.dtype == "bfloat16"
         layers, keep, bf16 = config.layers, config.keep_bf16, ufp4.RECIPES["bf16"]
         kept = range(layers - keep, layers) if keep >= 0 else range(-keep)
         self.embed = nn.Embedding(vocab_size, config.dim)
@@ -217,10 +216,7 @@ class GPT(nn.Module):
         with torch.autocast(kind, torch.bfloat16, self.use_bf16, cache_enabled=False):
             x = self.embed(tokens)                                  # (B, T, C)
             for block in self.blocks:
-                if self.remat:      # the recomputation draws the same random bits
-                    x = checkpoint(block, x, use_reentrant=False)
-                else:
-                    x = block(x)
+                x = block(x)
             logits = self.lm_head(self.norm(x))                     # (B, T, V)
         if targets is None:
             return logits
@@ -253,7 +249,6 @@ class Config:
     device: str = "cuda" if GPU else "cpu"      # cpu, cuda, cuda:1, mps, ...
     dtype: str = None               # of products (default: bfloat16 if hardware has it)
     compile: bool = False           # torch.compile blocks (with experts only bfloat16)
-    remat: bool = False             # activation checkpointing: less memory, more time
     grad_accum: int = 1             # gradient accumulation steps
     min_lr: float = 0.1             # last learning rate, as a fraction of the peak
     weight_decay: float = 0.1       # of matrices, by AdamW
@@ -324,7 +319,7 @@ class Config:
 RECIPE_FIELDS = ("fmt", "scale", "block", "rht", "sr", "tiles", "gemms", "rht_block")
 # A run may go on with other values of these. They change no numbers, or only random
 # bits and how sums are rounded (device, compile, grad_accum)
-MAY_CHANGE = {"out", "resume", "prompt", "with_", "device", "compile", "remat", "grad_accum",
+MAY_CHANGE = {"out", "resume", "prompt", "with_", "device", "compile", "grad_accum",
               "eval_interval", "save_interval", "log_interval", "sample"}
 
 def flag(name):
