@@ -169,12 +169,10 @@ class MoE(nn.Module):
     @torch.no_grad()
     def balance(self, rate=1e-2):
         """Once a step: raise by `rate` the bias of experts with less than their share,
-        lower the others'. Returns (largest load) / (mean load); 1 is balanced."""
+        lower the others'."""
         all_sum(self.load)
-        mean, largest = self.load.mean(), self.load.max()
-        self.bias += rate * torch.sign(mean - self.load)
+        self.bias += rate * torch.sign(self.load.mean() - self.load)
         self.load.zero_()
-        return largest / mean
 
 class Block(nn.Module):
     def __init__(self, config, recipe):
@@ -592,7 +590,8 @@ def train(config):
             norm = norm.full_tensor() if WORLD > 1 else norm
             optimizer.step()
             optimizer.zero_grad()
-            loads = [moe.balance() for moe in moes]
+            for moe in moes:
+                moe.balance()
             bar.update()
 
             done = step + 1
@@ -603,15 +602,12 @@ def train(config):
             if not (saves or validates or done % config.log_interval == 0):
                 continue
             # Only now wait for the device. The loss is the mean over the processes
-            numbers = all_sum(torch.stack((loss, norm, *loads))) / WORLD
-            loss, norm, *loads = numbers.tolist()
+            loss, norm = (all_sum(torch.stack((loss, norm))) / WORLD).tolist()
             seconds = time.perf_counter() - clock
             speed = (done - last_logged) * config.batch_size * config.seq_len / seconds
             bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s")
             record = {"step": done, "train_loss": loss, "lr": lr, "grad_norm": norm,
                       "tokens_per_s": round(speed)}
-            if moes:
-                record["max_load"] = max(loads)
             if validates:
                 record |= validate(model, val, config)
                 val_loss = record["val_loss"]
