@@ -439,7 +439,7 @@ def read_log(path):
     require(header, f"{path} is damaged: it has no settings")
     return [header, *(steps[n] for n in sorted(steps))]
 
-def claim(config, start, data_version):
+def claim(config, data_version):
     """Lock the run's folder for this process. Returns the lock; it must be kept.
     ValueError if what the folder holds and this run would not be one run."""
     out = Path(config.out)
@@ -466,8 +466,6 @@ def claim(config, start, data_version):
                 f"in {out}; to branch from it, add --out with a new folder")
         require(not {"--model", "--layers"} & set(changed),
                 "a branch can't change --model or --layers")
-        require(goes_on or start < config.steps,
-                f"{config.resume} has made {start} steps: a branch needs more --steps")
         require("--data" in changed or data_version == before["data_version"],
                 f"--data {config.data} is {data_version} now and was "
                 f"{before['data_version']}")
@@ -551,13 +549,14 @@ def train(config):
     recipe, vocab_size = make_recipe(config), vocabulary(config.data)
     model, optimizer = build(config, recipe, vocab_size)
     shards, val, data_version = load_data(config)
+    lock = claim(config, data_version) if RANK == 0 else None   # until train() returns
     start, val_loss = 0, None
     if config.resume:
         state = state_of(model, optimizer)
         dcp.load(state, checkpoint_id=config.resume)
         start = state["step"]
-    # The lock is held until train() returns
-    lock = claim(config, start, data_version) if RANK == 0 else None
+        require(start < config.steps or Path(config.resume).parent == Path(config.out),
+                f"{config.resume} has made {start} steps: a branch needs more --steps")
     name = hardware(config.device)[0]
     log(config, {"settings": asdict(config), "data_version": data_version,
                  "start": start, "commit": commit(), "processes": WORLD,
