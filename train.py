@@ -44,7 +44,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 from tqdm import tqdm
@@ -209,9 +208,7 @@ class GPT(nn.Module):
 
     def forward(self, tokens, targets=None):
         """tokens, targets (B, T) -> logits (B, T, V), or with targets the mean loss."""
-        kind = tokens.device.type
-        # A cast weight is used once in a pass, so to cache it would only take memory
-        with torch.autocast(kind, torch.bfloat16, self.use_bf16, cache_enabled=False):
+        with torch.autocast(tokens.device.type, torch.bfloat16, self.use_bf16):
             x = self.embed(tokens)                                  # (B, T, C)
             for block in self.blocks:
                 x = block(x)
@@ -231,6 +228,25 @@ PRESETS = {
     "nano-moe": dict(NANO, hidden=96, experts=16, top_k=3),
     "small": SMALL,
     "small-moe": dict(SMALL, hidden=352, experts=32, top_k=3)}
+
+RECIPE_FIELDS = ("fmt", "scale", "rht", "sr", "gemms", "rht_block")
+# A run may go on with other values of these. They change no numbers, or only random
+# bits and how sums are rounded (device, compile, grad_accum)
+MAY_CHANGE = {"out", "resume", "prompt", "with_", "device", "compile", "grad_accum",
+              "eval_interval", "save_interval", "log_interval", "sample"}
+
+def flag(name):
+    """The flag of a field. with_ is --with, as Python reserves `with`."""
+    return "--" + name.strip("_").replace("_", "-")
+
+def hardware(device):
+    """-> (the name of the GPU or CPU, whether it has instructions for BF16)"""
+    if device.startswith("cuda"):
+        return (torch.cuda.get_device_name(device),
+                torch.cuda.is_bf16_supported(including_emulation=False))
+    cpu = torch.cpu.get_capabilities()
+    bf16 = any(cpu.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+    return cpu.get("cpu_name", cpu.get("architecture", "a CPU")), bf16
 
 @dataclass
 class Config:
@@ -256,7 +272,7 @@ class Config:
     save_interval: int = 100        # steps between checkpoints
     log_interval: int = 10          # steps between lines of the log
     sample: int = 200               # tokens of text to print at the end
-    # The preset has these
+    # The preset gives these, unless a flag does
     layers: int = None              # number of blocks
     dim: int = None                 # width of the residual stream
     heads: int = None               # attention heads
@@ -268,13 +284,11 @@ class Config:
     steps: int = None               # steps in all
     lr: float = None                # peak learning rate
     warmup: int = None              # steps (default: the preset's; at most a fifth)
-    # The recipe has these. What is given here wins
+    # And the recipe these
     fmt: str = None                 # format of the elements
     scale: str = None               # format of the scales
-    block: int = None               # elements that share a scale
     rht: str = None                 # GEMMs that rotate, as fprop,dgrad,wgrad; or none
     sr: str = None                  # operands rounded stochastically: x,w,dy; or none
-    tiles: bool = None              # square blocks in the weights
     gemms: str = None               # GEMMs that are quantized at all
     rht_block: int = None           # size of the Hadamard matrix
 
@@ -314,25 +328,6 @@ class Config:
                     self.out += f"-{name}.{getattr(self, name)}"
             self.out += f"-s{self.seed}"
 
-RECIPE_FIELDS = ("fmt", "scale", "block", "rht", "sr", "tiles", "gemms", "rht_block")
-# A run may go on with other values of these. They change no numbers, or only random
-# bits and how sums are rounded (device, compile, grad_accum)
-MAY_CHANGE = {"out", "resume", "prompt", "with_", "device", "compile", "grad_accum",
-              "eval_interval", "save_interval", "log_interval", "sample"}
-
-def flag(name):
-    """The flag of a field. with_ is --with, as Python reserves `with`."""
-    return "--" + name.strip("_").replace("_", "-")
-
-def hardware(device):
-    """-> (the name of the GPU or CPU, whether it has instructions for BF16)"""
-    if device.startswith("cuda"):
-        return (torch.cuda.get_device_name(device),
-                torch.cuda.is_bf16_supported(including_emulation=False))
-    cpu = torch.cpu.get_capabilities()
-    bf16 = any(cpu.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
-    return cpu.get("cpu_name", cpu.get("architecture", "a CPU")), bf16
-
 def make_recipe(config):
     """The recipe, with what flags change. Its random signs follow the seed."""
     recipe, changes = ufp4.lookup("recipe", config.recipe, ufp4.RECIPES), {}
@@ -370,8 +365,8 @@ def windows(tokens, starts, config):
     return rows[:, :-1], rows[:, 1:]
 
 def get_batch(shards, config, step, part=0):
-    """Random windows for a part of a step, this process's share of them. Steps take
-    shards in turn. Seed and step fix the windows, so resuming needs only the step."""
+    """Random windows: this process's share of a part of a step. Steps take shards in
+    turn. Seed and step fix the windows, so resuming needs only the step."""
     shard = shards[step % len(shards)]
     generator = np.random.default_rng((config.seed, step))
     starts = generator.integers(0, len(shard) - config.seq_len, size=config.batch_size)
@@ -383,9 +378,9 @@ def get_batch(shards, config, step, part=0):
 
 @torch.no_grad()
 def validate(model, val, config):
-    """Returns what the log says of a validation: the mean loss over windows that are
-    spaced evenly over the text; and means over the layers of the noise and slopes of
-    their outputs (see ufp4.noise), on the first batch of one process."""
+    """-> {"val_loss": ..., "noise": ..., "slope": ...}. The loss is a mean over windows
+    spaced evenly over the text. Noise and slope (see ufp4.noise) are means over the
+    quantized layers, for one batch. bf16 has none."""
     starts = np.linspace(0, len(val) - config.seq_len - 1, config.eval_windows)
     starts = np.split(starts.astype(int), WORLD)[RANK]          # this process's share
     size = config.batch_size // (WORLD * config.grad_accum)     # windows at a time
@@ -425,7 +420,7 @@ def checkpoints(folder):
 
 def read_log(path):
     """-> [header, step, step, ...], dicts. Each start of a run logs a header; this is
-    the first. A step that is made again after a crash has the same numbers again."""
+    the first. A step that was lost in a crash and made again counts once."""
     header, steps = None, {}
     for text in Path(path).read_text(errors="replace").splitlines():
         try:
@@ -441,7 +436,7 @@ def read_log(path):
 
 def claim(config, data_version):
     """Lock the run's folder for this process. Returns the lock; it must be kept.
-    ValueError if what the folder holds and this run would not be one run."""
+    ValueError if the folder would hold two runs or a run with two kinds of settings."""
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     lock = open(out / "lock", "w")
@@ -612,9 +607,10 @@ def train(config):
                 val_loss = record["val_loss"]
                 say(f"step {done}: train_loss {loss:.4f}, val_loss {val_loss:.4f}")
             # A loss that is not finite spoils the weights, and so all later losses
-            if not math.isfinite(loss + norm + (val_loss or 0)):
-                raise FloatingPointError(f"not finite: {record}; --resume would repeat "
-                    "this, so start another run, with a lower --lr for example")
+            if not math.isfinite(loss + norm + record.get("val_loss", 0)):
+                raise FloatingPointError(
+                    f"not finite: {record}; --resume would repeat this, so start "
+                    "another run, with a lower --lr for example")
             log(config, record)
             if saves:
                 save(config, done, model, optimizer)
@@ -632,8 +628,7 @@ def train(config):
 # --- The command ---------------------------------------------------------------------
 
 def parse_args(argv=()):
-    """The flags as a Config. ValueError if something can't be, and SystemExit for what
-    argparse refuses."""
+    """The flags as a Config. ValueError or SystemExit if they are wrong."""
     p = argparse.ArgumentParser(prog="train.py", argument_default=argparse.SUPPRESS,
                                 usage="train.py [FLAGS]; --help lists them")
     # The comments in Config are the help
@@ -656,7 +651,7 @@ def parse_args(argv=()):
         before["out"], typed["resume"] = str(path.parent), str(path)
     if "recipe" in typed:       # without what flags had changed in another recipe
         before |= dict.fromkeys(RECIPE_FIELDS)
-    # What is typed wins over the run that goes on, and this over the preset
+    # A flag wins over the settings of the run that goes on, and these over the preset
     preset = ufp4.lookup("model", typed.get("model", Config.model), PRESETS)
     settings = {**preset, **before, **typed}
     if "warmup" not in {**before, **typed}:
@@ -691,7 +686,7 @@ def main(argv=()):
     except FloatingPointError as e:
         print(f"train.py: {e}", file=sys.stderr)
         sys.exit(3)                         # bench.py tells it from other errors
-    except CheckpointException as e:        # of saving or loading
+    except dcp.CheckpointException as e:        # of saving or loading
         error, _ = next(iter(e.failures.values()))
         sys.exit(f"train.py: checkpoint of {config.resume or config.out}: {error!r}; "
                  "if it is damaged, delete it, and --resume takes the one before")
