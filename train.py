@@ -31,7 +31,7 @@ import threading
 import time
 import warnings
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 # CPU threads wait for each other in a loop. Beside another program, this makes steps
@@ -154,7 +154,6 @@ class MoE(nn.Module):
         gates = (gates / gates.sum(-1, keepdim=True)).to(x.dtype)
         expert, order = chosen.flatten().sort(stable=True)          # (M k), sorted
         numbers = torch.arange(len(self.bias), device=x.device)     # 0, ..., E - 1
-        # Where the rows of each expert end
         offsets = torch.searchsorted(expert, numbers, right=True).int()     # (E)
         if self.training:
             self.load += torch.diff(offsets, prepend=offsets.new_zeros(1))
@@ -411,8 +410,7 @@ def sample(model, prompt, config, vocab_size):
     return decode(tokens[0].tolist(), vocab_size)
 
 # --- A run's folder ------------------------------------------------------------------
-# It holds log.jsonl and checkpoints, ckpt-STEP. These are folders, which
-# torch.distributed.checkpoint (DCP) writes and reads.
+# Checkpoints are folders, ckpt-STEP, of torch.distributed.checkpoint (DCP).
 
 def checkpoints(folder):
     """The complete checkpoints in a folder, oldest first. DCP writes .metadata last."""
@@ -448,10 +446,10 @@ def claim(config, data_version):
     except (ImportError, OSError):      # Windows and some network disks have no locks
         pass
     saved = checkpoints(out)
-    goes_on = bool(saved) and str(saved[-1]) == config.resume
+    goes_on = bool(saved) and str(saved[-1]) == config.resume   # with its own last one
     require(goes_on or not saved, f"{out} holds a run: --resume {out} goes on with it, "
             "--out with a new folder begins another")
-    if not saved:                       # nothing goes on from this log
+    if not saved:                       # a run that left nothing to go on from
         (out / "log.jsonl").unlink(missing_ok=True)
     if config.resume:
         before = read_log(Path(config.resume).parent / "log.jsonl")[0]
@@ -513,8 +511,7 @@ def build(config, recipe, vocab_size):
         for block in model.blocks:
             block.compile()
     if WORLD > 1:
-        kind = torch.device(config.device).type
-        mesh = dist.device_mesh.init_device_mesh(kind, (WORLD,))
+        mesh = dist.device_mesh.init_device_mesh(config.device, (WORLD,))
         for module in (*model.blocks, model):
             fully_shard(module, mesh=mesh)
     model.to(config.device)
@@ -553,7 +550,7 @@ def train(config):
         require(start < config.steps or Path(config.resume).parent == Path(config.out),
                 f"{config.resume} has made {start} steps: a branch needs more --steps")
     name = hardware(config.device)[0]
-    log(config, {"settings": asdict(config), "data_version": data_version,
+    log(config, {"settings": vars(config), "data_version": data_version,
                  "start": start, "commit": commit(), "processes": WORLD,
                  "torch": torch.__version__, "hardware": name})
     parameters = sum(p.numel() for p in model.parameters())
@@ -610,14 +607,14 @@ def train(config):
             if not math.isfinite(loss + norm + record.get("val_loss", 0)):
                 raise FloatingPointError(
                     f"not finite: {record}; --resume would repeat this, so start "
-                    "another run, with a lower --lr for example")
+                    "another run, for example with a lower --lr")
             log(config, record)
             if saves:
                 save(config, done, model, optimizer)
             if stops and not last:
                 raise KeyboardInterrupt(f"stopped after step {done} and saved; "
                                         f"--resume {config.out} goes on")
-            last_logged, clock = done, time.perf_counter()  # not of validating, saving
+            last_logged, clock = done, time.perf_counter()  # leaves out validating
 
     say("to compare runs: python bench.py runs")
     if config.sample:
@@ -631,7 +628,6 @@ def parse_args(argv=()):
     """The flags as a Config. ValueError or SystemExit if they are wrong."""
     p = argparse.ArgumentParser(prog="train.py", argument_default=argparse.SUPPRESS,
                                 usage="train.py [FLAGS]; --help lists them")
-    # The comments in Config are the help
     comments = dict(re.findall(r"(\w+): .*# (.*)", inspect.getsource(Config)))
     for f in fields(Config):
         how = ({"action": argparse.BooleanOptionalAction} if f.type is bool
@@ -652,9 +648,10 @@ def parse_args(argv=()):
     if "recipe" in typed:       # without what flags had changed in another recipe
         before |= dict.fromkeys(RECIPE_FIELDS)
     # A flag wins over the settings of the run that goes on, and these over the preset
-    preset = ufp4.lookup("model", typed.get("model", Config.model), PRESETS)
-    settings = {**preset, **before, **typed}
-    if "warmup" not in {**before, **typed}:
+    given = {**before, **typed}
+    preset = ufp4.lookup("model", given.get("model", Config.model), PRESETS)
+    settings = {**preset, **given}
+    if "warmup" not in given:
         settings["warmup"] = min(preset["warmup"], settings["steps"] // 5)
     if settings.get("with_"):
         file = Path(settings["with_"])
@@ -672,8 +669,7 @@ def continue_text(config):
     say(sample(model, prompt, config, vocab_size))
 
 def main(argv=()):
-    """The command. In a notebook: train.main(["--recipe", "ufp4"]). What a user can
-    mend is a sentence, not a traceback."""
+    """The command. In a notebook: train.main(["--recipe", "ufp4"])."""
     # DCP warns of this where there is one process, which is fine
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
     try:
@@ -686,7 +682,7 @@ def main(argv=()):
     except FloatingPointError as e:
         print(f"train.py: {e}", file=sys.stderr)
         sys.exit(3)                         # bench.py tells it from other errors
-    except dcp.CheckpointException as e:        # of saving or loading
+    except dcp.CheckpointException as e:    # of saving or loading
         error, _ = next(iter(e.failures.values()))
         sys.exit(f"train.py: checkpoint of {config.resume or config.out}: {error!r}; "
                  "if it is damaged, delete it, and --resume takes the one before")
