@@ -298,7 +298,6 @@ class Config:
                      "save_interval", "log_interval"):
             value = getattr(self, name)
             require(value > 0, f"{flag(name)} must be above 0, not {value}")
-        require(self.lr >= 0, f"--lr must be at least 0, not {self.lr}")
         require(self.warmup <= self.steps, "--warmup must be at most --steps")
         require(abs(self.keep_bf16) < self.layers,
                 "--keep-bf16 leaves no block to quantize")
@@ -358,8 +357,6 @@ def windows(tokens, starts, config):
     """-> inputs (B, T), and targets (B, T), which are the next tokens."""
     rows = np.stack([tokens[i:i + config.seq_len + 1] for i in starts])
     rows = torch.from_numpy(rows.astype(np.int64))
-    if config.device.startswith("cuda"):
-        rows = rows.pin_memory()        # so that the copy does not wait
     rows = rows.to(config.device, non_blocking=True)
     return rows[:, :-1], rows[:, 1:]
 
