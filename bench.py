@@ -1209,7 +1209,7 @@ def bench_sqnr(args):
     """Of the last checkpoint of the run of train.py in args.dir."""
     s = train.parse_args(["--resume", str(args.dir)])
     model = train.GPT(s, train.make_recipe(s), vocabulary(s.data))
-    train.load(Path(s.resume), {"model": model.state_dict()})
+    train.dcp.load({"model": model.state_dict()}, checkpoint_id=s.resume)
     shards, _, _ = train.load_data(s)
     batch, layers = train.get_batch(shards, s, s.steps), collections.defaultdict(list)
     for name, tensors in capture(model.to(s.device), *batch).items():
@@ -1491,7 +1491,7 @@ def bench_plan(args):
                          f"GPUs x --grad-accum {s.grad_accum}")
     _, total, active, flops = counted(s, train.make_recipe(s))
     tokens, gib = s.batch_size * s.seq_len, 16 * total / gpus / 2**30
-    print(f"{s.model}, {train.variant(s)}, {gpus} GPU{'s' * (gpus > 1)}: "
+    print(f"{s.model}, {s.recipe}, {gpus} GPU{'s' * (gpus > 1)}: "
           f"{total / 1e9:.3f}B parameters, {active / 1e9:.3f}B active a token")
     print(f"{s.steps} steps of {tokens} tokens and {tokens * flops / 1e12:.3g} TFLOP")
     print(f"{gib:.2f} GiB a GPU for weights, gradients and AdamW's state; on top come "
@@ -1506,8 +1506,8 @@ def is_baseline(bf16, run):
     are first lines of logs."""
     differ = train.MAY_CHANGE | {"recipe", "keep_bf16", *train.RECIPE_FIELDS}
     its, mine = bf16["settings"], run["settings"]
-    return (its["recipe"] == "bf16" and not bf16["branched"]
-            and bf16.get("text") == run.get("text")
+    return (its["recipe"] == "bf16" and not bf16["start"]
+            and bf16["data_version"] == run["data_version"]
             and all(its.get(name) == mine[name] for name in mine.keys() - differ))
 
 def errors_of(log, logs):

@@ -2,7 +2,6 @@
 
     python train.py --recipe bf16               # the baseline: nano, or small on a GPU
     python train.py --recipe ufp4               # the same in 4 bits
-    python bench.py runs                        # the loss errors of all runs in out/
     python train.py --resume out/nano-ufp4-s0   # goes on after Ctrl-C or a crash
     python train.py --resume out/nano-ufp4-s0 --prompt "def "       # continues a text
     torchrun --nproc-per-node 8 train.py --recipe ufp4      # on 8 GPUs
@@ -16,15 +15,7 @@ If they change what is computed, the run is a branch and needs another folder:
 A recipe (see ufp4.py) says how the linear layers of the blocks multiply. Embedding, LM
 head, router and norms are never quantized. The router works in float32, the rest under
 BF16 autocast where the hardware has BF16, elsewhere in float32 (--dtype).
-
-The training loop is in train(), near the end.
 """
-import signal
-import sys
-
-if __name__ == "__main__":      # Ctrl-C while torch is imported
-    signal.signal(signal.SIGINT, lambda *_: sys.exit("train.py: interrupted"))
-
 import argparse
 import importlib
 import inspect
@@ -33,12 +24,14 @@ import math
 import os
 import re
 import shutil
+import signal
 import subprocess
+import sys
 import threading
 import time
 import warnings
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 # CPU threads wait for each other in a loop. Beside another program, this makes steps
@@ -51,10 +44,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 import ufp4
@@ -76,12 +67,6 @@ def all_sum(t):
     if WORLD > 1:
         dist.all_reduce(t)
     return t
-
-def any_process(condition):
-    """Whether the condition holds in any process."""
-    if WORLD == 1:
-        return bool(condition)
-    return all_sum(torch.tensor(float(bool(condition)))).item() > 0
 
 def say(text):
     """Print, from one process, above the progress bar."""
@@ -169,9 +154,8 @@ class MoE(nn.Module):
         gates = (gates / gates.sum(-1, keepdim=True)).to(x.dtype)
         expert, order = chosen.flatten().sort(stable=True)          # (M k), sorted
         numbers = torch.arange(len(self.bias), device=x.device)     # 0, ..., E - 1
-        # Where the rows of each expert end
         offsets = torch.searchsorted(expert, numbers, right=True).int()     # (E)
-        if self.training:       # --remat counts tokens twice, but only ratios matter
+        if self.training:
             self.load += torch.diff(offsets, prepend=offsets.new_zeros(1))
         copies = flat.repeat_interleave(self.top_k, 0)              # (M k, C)
         gate, up = self.fc1(copies[order], offsets).chunk(2, -1)
@@ -183,12 +167,10 @@ class MoE(nn.Module):
     @torch.no_grad()
     def balance(self, rate=1e-2):
         """Once a step: raise by `rate` the bias of experts with less than their share,
-        lower the others'. Returns (largest load) / (mean load); 1 is balanced."""
+        lower the others'."""
         all_sum(self.load)
-        mean, largest = self.load.mean(), self.load.max()
-        self.bias += rate * torch.sign(mean - self.load)
+        self.bias += rate * torch.sign(self.load.mean() - self.load)
         self.load.zero_()
-        return largest / mean
 
 class Block(nn.Module):
     def __init__(self, config, recipe):
@@ -205,14 +187,12 @@ class GPT(nn.Module):
     """Pre-norm RMSNorm, RoPE, attention, SwiGLU or MoE; no biases, untied head."""
     def __init__(self, config, recipe, vocab_size):
         super().__init__()
-        self.bf16, self.remat = config.dtype == "bfloat16", config.remat
+        self.use_bf16 = config.dtype == "bfloat16"
+        layers, keep, bf16 = config.layers, config.keep_bf16, ufp4.RECIPES["bf16"]
+        kept = range(layers - keep, layers) if keep >= 0 else range(-keep)
         self.embed = nn.Embedding(vocab_size, config.dim)
-        self.blocks = nn.ModuleList()
-        for i in range(config.layers):
-            keep = config.keep_bf16
-            in_bf16 = i >= config.layers - keep if keep >= 0 else i < -keep
-            self.blocks.append(Block(config, ufp4.RECIPES["bf16"] if in_bf16
-                                     else recipe))
+        self.blocks = nn.ModuleList(
+            Block(config, bf16 if i in kept else recipe) for i in range(layers))
         self.norm = nn.RMSNorm(config.dim)
         self.lm_head = nn.Linear(config.dim, vocab_size, bias=False)
 
@@ -227,69 +207,52 @@ class GPT(nn.Module):
 
     def forward(self, tokens, targets=None):
         """tokens, targets (B, T) -> logits (B, T, V), or with targets the mean loss."""
-        kind = tokens.device.type
-        # A cast weight is used once in a pass, so to cache it would only take memory
-        with torch.autocast(kind, torch.bfloat16, self.bf16, cache_enabled=False):
+        with torch.autocast(tokens.device.type, torch.bfloat16, self.use_bf16):
             x = self.embed(tokens)                                  # (B, T, C)
             for block in self.blocks:
-                if self.remat:      # the recomputation draws the same random bits
-                    x = checkpoint(block, x, use_reentrant=False)
-                else:
-                    x = block(x)
+                x = block(x)
             logits = self.lm_head(self.norm(x))                     # (B, T, V)
         if targets is None:
             return logits
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
-# --- A run's folder ------------------------------------------------------------------
-# It holds log.jsonl and checkpoints, ckpt-STEP. These are folders, which
-# torch.distributed.checkpoint (DCP) writes and reads.
-
-def checkpoints(folder):
-    """The complete checkpoints in a folder, oldest first. DCP writes .metadata last."""
-    return sorted(path.parent for path in Path(folder).glob("ckpt-*/.metadata"))
-
-def read_log(path):
-    """-> [header, step, step, ...], dicts. Each time a run starts or resumes, it writes
-    a header, with its settings and the step that it goes on from. This returns the last
-    header. Steps that were logged after the one that it goes on from are left out."""
-    header, steps = None, {}
-    for text in Path(path).read_text(errors="replace").splitlines():
-        try:
-            line = json.loads(text)
-        except ValueError:              # empty, or half a line
-            continue
-        if "step" in line:
-            steps[line["step"]] = line
-        else:
-            header = line
-            steps = {n: step for n, step in steps.items() if n <= header["start"]}
-    require(header, f"{path} is damaged: it has no line of settings")
-    return [header, *steps.values()]
-
 # --- Settings ------------------------------------------------------------------------
 
 NANO = dict(layers=4, dim=128, heads=4, hidden=352, experts=0, top_k=0, seq_len=256,
-            batch_size=8, steps=800, lr=3e-3, warmup=80, data="python")
+            batch_size=8, steps=800, lr=3e-3, warmup=80)
 SMALL = dict(layers=8, dim=512, heads=8, hidden=1408, experts=0, top_k=0, seq_len=1024,
-             batch_size=32, steps=2000, lr=1e-3, warmup=200, data="python")
+             batch_size=32, steps=2000, lr=1e-3, warmup=200)
 PRESETS = {
     "nano": NANO,
     "nano-moe": dict(NANO, hidden=96, experts=16, top_k=3),
     "small": SMALL,
     "small-moe": dict(SMALL, hidden=352, experts=32, top_k=3)}
 
-def names(text):
-    """fprop,wgrad -> ["fprop", "wgrad"]; none -> []. argparse calls this for the flags
-    that have it as their type."""
-    return [] if text == "none" else text.replace(" ", "").split(",")
+RECIPE_FIELDS = ("fmt", "scale", "rht", "sr", "gemms", "rht_block")
+# A run may go on with other values of these. They change no numbers, or only random
+# bits and how sums are rounded (device, compile, grad_accum)
+MAY_CHANGE = {"out", "resume", "prompt", "with_", "device", "compile", "grad_accum",
+              "eval_interval", "save_interval", "log_interval", "sample"}
+
+def flag(name):
+    """The flag of a field. with_ is --with, as Python reserves `with`."""
+    return "--" + name.strip("_").replace("_", "-")
+
+def hardware(device):
+    """-> (the name of the GPU or CPU, whether it has instructions for BF16)"""
+    if device.startswith("cuda"):
+        return (torch.cuda.get_device_name(device),
+                torch.cuda.is_bf16_supported(including_emulation=False))
+    cpu = torch.cpu.get_capabilities()
+    bf16 = any(cpu.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+    return cpu.get("cpu_name", cpu.get("architecture", "a CPU")), bf16
 
 @dataclass
 class Config:
     """Each field is a flag: batch_size is --batch-size. Its comment is the help."""
     recipe: str = "ufp4"            # how layers multiply, see RECIPES in ufp4.py
-    model: str = "small" if GPU else "nano"     # sizes, schedule and data, see PRESETS
-    data: str = None                # python, shakespeare, fineweb or a text file
+    model: str = "small" if GPU else "nano"     # sizes and schedule, see PRESETS
+    data: str = "python"            # python, shakespeare, fineweb or a text file
     out: str = None                 # the run's folder (default: out/MODEL-RECIPE-sSEED)
     resume: str = None              # go on with a run: its folder, or a checkpoint
     prompt: str = None              # only continue this text, with a run of --resume
@@ -299,7 +262,6 @@ class Config:
     device: str = "cuda" if GPU else "cpu"      # cpu, cuda, cuda:1, mps, ...
     dtype: str = None               # of products (default: bfloat16 if hardware has it)
     compile: bool = False           # torch.compile blocks (with experts only bfloat16)
-    remat: bool = False             # activation checkpointing: less memory, more time
     grad_accum: int = 1             # gradient accumulation steps
     min_lr: float = 0.1             # last learning rate, as a fraction of the peak
     weight_decay: float = 0.1       # of matrices, by AdamW
@@ -309,7 +271,7 @@ class Config:
     save_interval: int = 100        # steps between checkpoints
     log_interval: int = 10          # steps between lines of the log
     sample: int = 200               # tokens of text to print at the end
-    # These come from the preset if no flag is given
+    # The preset gives these, unless a flag does
     layers: int = None              # number of blocks
     dim: int = None                 # width of the residual stream
     heads: int = None               # attention heads
@@ -321,147 +283,64 @@ class Config:
     steps: int = None               # steps in all
     lr: float = None                # peak learning rate
     warmup: int = None              # steps (default: the preset's; at most a fifth)
-    # These come from the recipe if no flag is given
+    # And the recipe these
     fmt: str = None                 # format of the elements
     scale: str = None               # format of the scales
-    block: int = None               # elements that share a scale
-    rht: names = None               # GEMMs that rotate, as fprop,dgrad,wgrad; or none
-    sr: names = None                # operands rounded stochastically: x,w,dy; or none
-    tiles: bool = None              # square blocks in the weights
-    gemms: names = None             # GEMMs that are quantized at all
+    rht: str = None                 # GEMMs that rotate, as fprop,dgrad,wgrad; or none
+    sr: str = None                  # operands rounded stochastically: x,w,dy; or none
+    gemms: str = None               # GEMMs that are quantized at all
     rht_block: int = None           # size of the Hadamard matrix
 
-    @property
-    def overrides(self):
-        """The fields of the recipe that flags change."""
-        given = {name: getattr(self, name) for name in RECIPE_FIELDS}
-        return {name: tuple(value) if isinstance(value, list) else value
-                for name, value in given.items() if value is not None}
-
-RECIPE_FIELDS = ("fmt", "scale", "block", "rht", "sr", "tiles", "gemms", "rht_block")
-# A run may go on with other values of these. They change no numbers, or only random
-# bits and how sums are rounded (device, compile, grad_accum)
-MAY_CHANGE = {"out", "resume", "prompt", "with_", "device", "compile", "remat",
-              "grad_accum", "eval_interval", "save_interval", "log_interval", "sample"}
-
-def hardware(device):
-    """-> (the name of the GPU or CPU, whether it has instructions for BF16)"""
-    if device.startswith("cuda"):
-        return (torch.cuda.get_device_name(device),
-                torch.cuda.is_bf16_supported(including_emulation=False))
-    cpu = torch.cpu.get_capabilities()
-    bf16 = any(cpu.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
-    return cpu.get("cpu_name", cpu.get("architecture", "a CPU")), bf16
-
-def variant(config):
-    """The recipe's name and what flags change, e.g. ufp4-rht.wgrad-sr.none."""
-    kept = {"keep_bf16": config.keep_bf16} if config.keep_bf16 else {}
-    text = config.recipe
-    for name, value in (config.overrides | kept).items():
-        if isinstance(value, tuple):
-            value = "+".join(value) or "none"
-        text += f"-{name}.{value}"
-    return text
+    def __post_init__(self):
+        """Check, and fill in what the hardware decides and the folder's name."""
+        for name in ("steps", "layers", "dim", "heads", "hidden", "seq_len",
+                     "batch_size", "grad_accum", "eval_windows", "eval_interval",
+                     "save_interval", "log_interval"):
+            value = getattr(self, name)
+            require(value > 0, f"{flag(name)} must be above 0, not {value}")
+        require(self.warmup <= self.steps, "--warmup must be at most --steps")
+        require(abs(self.keep_bf16) < self.layers,
+                "--keep-bf16 leaves no block to quantize")
+        require(self.dim % (2 * self.heads) == 0,
+                "--dim must be a multiple of 2 x --heads")
+        require(1 <= self.top_k <= self.experts or self.top_k == self.experts == 0,
+                "--top-k must be from 1 to --experts, or both 0")
+        require(self.batch_size % (WORLD * self.grad_accum) == 0,
+                f"--batch-size must be a multiple of {WORLD} processes x --grad-accum")
+        require(self.eval_windows % WORLD == 0,
+                f"--eval-windows must be a multiple of {WORLD} processes")
+        require(self.dtype in (None, "float32", "bfloat16"),
+                "--dtype: float32 or bfloat16")
+        if self.device == "cuda" and WORLD > 1:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        try:
+            torch.empty(1, device=self.device)
+        except (RuntimeError, AssertionError) as e:     # torch knows no such device
+            raise ValueError(f"--device {self.device}: {str(e).splitlines()[0]}") from e
+        if self.dtype is None:
+            self.dtype = "bfloat16" if hardware(self.device)[1] else "float32"
+        if self.out is None:
+            self.out = f"out/{self.model}-{self.recipe}"
+            for name in ("keep_bf16", *RECIPE_FIELDS):
+                if getattr(self, name) != getattr(Config, name):    # not the default
+                    self.out += f"-{name}.{getattr(self, name)}"
+            self.out += f"-s{self.seed}"
 
 def make_recipe(config):
     """The recipe, with what flags change. Its random signs follow the seed."""
-    recipe = ufp4.lookup("recipe", config.recipe, ufp4.RECIPES)
-    return replace(recipe, sign_seed=recipe.sign_seed + config.seed, **config.overrides)
-
-def continues_in_place(config):
-    """Whether this is a run that goes on from its own last checkpoint."""
-    last = checkpoints(config.out)[-1:]
-    return config.resume is not None and last == [Path(config.resume)]
-
-def flag(name):
-    return "--" + name.strip("_").replace("_", "-")
-
-def complete(c):
-    """Fill in what preset and hardware decide in a Config, and check it."""
-    if c.with_:
-        sys.path.insert(0, str(Path(c.with_).resolve().parent))
-        importlib.import_module(Path(c.with_).stem)
-    preset = ufp4.lookup("model", c.model, PRESETS)
-    if c.warmup is None:
-        c.warmup = min(preset["warmup"], (c.steps or preset["steps"]) // 5)
-    for name, value in preset.items():
-        if getattr(c, name) is None:
-            setattr(c, name, value)
-    for name in ("steps", "layers", "dim", "heads", "hidden", "seq_len", "block",
-                 "batch_size", "grad_accum", "eval_windows", "eval_interval",
-                 "save_interval", "log_interval"):
-        value = getattr(c, name)
-        require(value is None or value > 0,
-                f"{flag(name)} must be above 0, not {value}")
-    require(c.lr >= 0, f"--lr must be at least 0, not {c.lr}")
-    require(abs(c.keep_bf16) < c.layers, "--keep-bf16 leaves no block to quantize")
-    require(c.dim % (2 * c.heads) == 0, "--dim must be a multiple of 2 x --heads")
-    require(1 <= c.top_k <= c.experts or c.top_k == c.experts == 0,
-            "--top-k must be from 1 to --experts, or both 0")
-    require(c.batch_size % (WORLD * c.grad_accum) == 0,
-            f"--batch-size must be a multiple of {WORLD} processes x --grad-accum")
-    require(c.eval_windows % WORLD == 0,
-            f"--eval-windows must be a multiple of {WORLD} processes")
-    require(c.warmup <= c.steps, "--warmup must be at most --steps")
-    require(c.dtype in (None, "float32", "bfloat16"), "--dtype: float32 or bfloat16")
-    if c.device == "cuda" and WORLD > 1:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    try:
-        torch.empty(1, device=c.device)
-    except (RuntimeError, AssertionError) as e:         # torch knows no such device
-        raise ValueError(f"--device {c.device}: {str(e).splitlines()[0]}") from e
-    c.dtype = c.dtype or ("bfloat16" if hardware(c.device)[1] else "float32")
-    c.out = c.out or f"out/{c.model}-{variant(c)}-s{c.seed}"
-    return c
-
-def parse_args(argv=None):
-    """The flags as a Config. What they leave open comes from the run of --resume, or
-    from preset and hardware. ValueError if something can't be, and SystemExit for what
-    argparse refuses."""
-    p = argparse.ArgumentParser(prog="train.py", argument_default=argparse.SUPPRESS,
-                                usage="train.py [FLAGS]; --help lists them")
-    # The comments in Config are the help
-    comments = dict(re.findall(r"(\w+): .*# (.*)", inspect.getsource(Config)))
-    for f in fields(Config):
-        how = {"type": f.type, "metavar": f.name.strip("_").upper()}
-        if f.type is bool:
-            how = {"action": argparse.BooleanOptionalAction}
-        elif f.name == "resume":
-            how |= {"nargs": "?", "const": ""}              # "": the run in --out
-        elif f.default is not None:
-            comments[f.name] += f" (default: {f.default})"
-        p.add_argument(flag(f.name), dest=f.name, help=comments[f.name], **how)
-    if argv is None and "kernel_launcher" in sys.argv[0]:
-        argv = []                       # sys.argv has the flags of a notebook's kernel
-    typed = vars(p.parse_args(argv))
-    require("resume" in typed or "prompt" not in typed,
-            "--prompt needs a model: add --resume RUN")
-    before = {}
-    if "resume" in typed:
-        given = typed.pop("resume")
-        path = Path(given or complete(Config(**typed)).out)     # without a path: --out
-        if checkpoints(path):                                   # it is a run's folder
-            path = checkpoints(path)[-1]
-        require((path / ".metadata").exists(), f"--resume {path}: no such checkpoint")
-        before = read_log(path.parent / "log.jsonl")[0]["settings"]
-        typed = {"out": str(path.parent), **typed, "resume": str(path)}
-    # Flags win over the run's settings. --recipe or --model undoes what other flags had
-    # changed in the recipe or preset before
-    fresh = dict.fromkeys(RECIPE_FIELDS) if "recipe" in typed else {}
-    if "model" in typed:
-        fresh |= dict.fromkeys(NANO)
-    config = complete(Config(**{**before, **fresh, **typed}))
-    changed = [flag(name) for name, value in vars(config).items()
-               if name not in MAY_CHANGE and value != before.get(name)]
-    if changed and continues_in_place(config) and config.prompt is None:
-        raise ValueError(f"{', '.join(changed)} would change the run in {config.out}; "
-                         "to branch from it, add --out with a new folder")
-    return config
+    recipe, changes = ufp4.lookup("recipe", config.recipe, ufp4.RECIPES), {}
+    for name in RECIPE_FIELDS:
+        value = getattr(config, name)
+        if name in ("rht", "sr", "gemms") and value is not None:
+            value = () if value == "none" else tuple(value.replace(" ", "").split(","))
+        if value is not None:
+            changes[name] = value
+    return replace(recipe, sign_seed=recipe.sign_seed + config.seed, **changes)
 
 # --- Data ----------------------------------------------------------------------------
 
 def load_data(config):
-    """-> (shards to train on, validation tokens, the name and version of the data)"""
+    """-> (shards to train on, validation tokens, the version of the data)"""
     if RANK == 0:
         prepare(config.data)            # one process downloads for all
     if WORLD > 1:
@@ -471,22 +350,19 @@ def load_data(config):
     for tokens in (*shards, val):
         require(len(tokens) > config.seq_len, f"{tokens.filename} has {len(tokens)} "
                 "tokens, too few for a sequence: take a smaller --seq-len")
-    # The folder's name has Python's version, or the checksum of a text. So a run that
-    # goes on can tell whether the data is still the same
+    # The folder's name has Python's version, or the checksum of a text
     return shards, val, f"{data.train[0].parent.name}-{len(shards)}"
 
 def windows(tokens, starts, config):
     """-> inputs (B, T), and targets (B, T), which are the next tokens."""
     rows = np.stack([tokens[i:i + config.seq_len + 1] for i in starts])
     rows = torch.from_numpy(rows.astype(np.int64))
-    if config.device.startswith("cuda"):
-        rows = rows.pin_memory()        # so that the copy does not wait
     rows = rows.to(config.device, non_blocking=True)
     return rows[:, :-1], rows[:, 1:]
 
 def get_batch(shards, config, step, part=0):
-    """Random windows for a part of a step, this process's share of them. Steps take
-    shards in turn. Seed and step fix the windows, so resuming needs only the step."""
+    """Random windows: this process's share of a part of a step. Steps take shards in
+    turn. Seed and step fix the windows, so resuming needs only the step."""
     shard = shards[step % len(shards)]
     generator = np.random.default_rng((config.seed, step))
     starts = generator.integers(0, len(shard) - config.seq_len, size=config.batch_size)
@@ -498,25 +374,25 @@ def get_batch(shards, config, step, part=0):
 
 @torch.no_grad()
 def validate(model, val, config):
-    """Returns what the log says of a validation: the mean loss over windows that are
-    spaced evenly over the text; and means over the layers of the noise and slopes of
-    their outputs (see ufp4.noise), on the first batch of one process."""
+    """-> {"val_loss": ..., "noise": ..., "slope": ...}. The loss is a mean over windows
+    spaced evenly over the text. Noise and slope (see ufp4.noise) are means over the
+    quantized layers, for one batch. bf16 has none."""
     starts = np.linspace(0, len(val) - config.seq_len - 1, config.eval_windows)
-    size = config.batch_size // config.grad_accum       # of all processes together
-    batches = np.split(starts.astype(int), range(size, config.eval_windows, size))
-    batches = [np.split(batch, WORLD)[RANK] for batch in batches]   # this process's
+    starts = np.split(starts.astype(int), WORLD)[RANK]          # this process's share
+    size = config.batch_size // (WORLD * config.grad_accum)     # windows at a time
+    batches = [starts[i:i + size] for i in range(0, len(starts), size)]
     model.eval()
     torch.manual_seed(config.seed)      # for --sr x, which rounds X in fprop randomly
     losses = []
-    for starts in tqdm(batches, "validating", leave=False, disable=RANK > 0):
-        losses.append(model(*windows(val, starts, config)) * len(starts))
+    for batch in tqdm(batches, "validating", leave=False, disable=RANK > 0):
+        losses.append(model(*windows(val, batch, config)) * len(batch))
     loss = sum(all_sum(torch.stack(losses)).tolist()) / config.eval_windows
     layers = ufp4.noise(model, windows(val, batches[0], config)[0]).values()
     model.train()
-    if not layers:
-        return {"val_loss": loss}
-    noise, slope = np.mean(list(layers), 0).tolist()
-    return {"val_loss": loss, "noise": noise, "slope": slope}
+    found = {"val_loss": loss}
+    if layers:
+        found["noise"], found["slope"] = np.mean(list(layers), 0).tolist()
+    return found
 
 @torch.no_grad()
 def sample(model, prompt, config, vocab_size):
@@ -530,11 +406,32 @@ def sample(model, prompt, config, vocab_size):
         tokens = torch.cat((tokens, torch.multinomial(p, 1)), 1)
     return decode(tokens[0].tolist(), vocab_size)
 
-# --- Saving --------------------------------------------------------------------------
-# A step is validated, logged, then saved. So each checkpoint has its line in the log.
+# --- A run's folder ------------------------------------------------------------------
+# Checkpoints are folders, ckpt-STEP, of torch.distributed.checkpoint (DCP).
 
-def claim(config):
-    """Lock the run's folder for this process. Returns the lock; it must be kept."""
+def checkpoints(folder):
+    """The complete checkpoints in a folder, oldest first. DCP writes .metadata last."""
+    return sorted(path.parent for path in Path(folder).glob("ckpt-*/.metadata"))
+
+def read_log(path):
+    """-> [header, step, step, ...], dicts. Each start of a run logs a header; this is
+    the first. A step that was lost in a crash and made again counts once."""
+    header, steps = None, {}
+    for text in Path(path).read_text(errors="replace").splitlines():
+        try:
+            record = json.loads(text)
+        except ValueError:              # half a line, of a process that was killed
+            continue
+        if "step" in record:
+            steps[record["step"]] = record
+        else:
+            header = header or record
+    require(header, f"{path} is damaged: it has no settings")
+    return [header, *(steps[n] for n in sorted(steps))]
+
+def claim(config, data_version):
+    """Lock the run's folder for this process. Returns the lock; it must be kept.
+    ValueError if the folder would hold two runs or a run with two kinds of settings."""
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     lock = open(out / "lock", "w")
@@ -545,14 +442,28 @@ def claim(config):
         raise ValueError(f"another process trains in {out}; take another --out")
     except (ImportError, OSError):      # Windows and some network disks have no locks
         pass
-    require(continues_in_place(config) or not checkpoints(out),
-            f"{out} holds a run: --resume {out} goes on with it, --out with a new "
-            "folder begins another")
+    saved = checkpoints(out)
+    goes_on = bool(saved) and str(saved[-1]) == config.resume   # with its own last one
+    require(goes_on or not saved, f"{out} holds a run: --resume {out} goes on with it, "
+            "--out with a new folder begins another")
+    if not saved:                       # a run that left nothing to go on from
+        (out / "log.jsonl").unlink(missing_ok=True)
+    if config.resume:
+        before = read_log(Path(config.resume).parent / "log.jsonl")[0]
+        changed = [flag(name) for name, value in before["settings"].items()
+                   if name not in MAY_CHANGE and value != getattr(config, name)]
+        require(not (changed and goes_on), f"{', '.join(changed)} would change the run "
+                f"in {out}; to branch from it, add --out with a new folder")
+        require(not {"--model", "--layers"} & set(changed),
+                "a branch can't change --model or --layers")
+        require("--data" in changed or data_version == before["data_version"],
+                f"--data {config.data} is {data_version} now and was "
+                f"{before['data_version']}")
     return lock
 
 def state_of(model, optimizer, step=0):
     """What a checkpoint holds, as a dict. The tensors are those of model and optimizer
-    themselves, so load() fills these in place. AdamW would make its moments at its
+    themselves, so dcp.load fills these in place. AdamW would make its moments at its
     first step only; get_state_dict makes them now."""
     weights, moments = get_state_dict(model, optimizer)
     return {"model": weights, "optimizer": moments, "step": step}
@@ -565,56 +476,16 @@ def save(config, step, model, optimizer):
         for path in set(out.glob("ckpt-*")) - set(checkpoints(out)[-2:]):
             shutil.rmtree(path)
 
-def load(path, state):
-    """Read a checkpoint into `state`: into its tensors, in place, which are weights and
-    AdamW's moments and counts of steps. ValueError if it is cut off or has another
-    model. A checkpoint has no checksum. It has pickles, which can run any code: load
-    only what you trust."""
-    try:
-        dcp.load(state, checkpoint_id=path)
-    except CheckpointException as e:
-        error, _ = next(iter(e.failures.values()))
-        raise ValueError(f"can't load {path}: {error!r}; if it is damaged, delete it, "
-                         "and --resume takes the checkpoint before") from e
-    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    expected = {"model." + name for name in state["model"]}
-    extra = {name for name in saved if name.startswith("model.")} - expected
-    require(not extra, f"{path} has another model, with {', '.join(sorted(extra))}")
-
-def restore(config, version, model, optimizer):
-    """Load the checkpoint of --resume. Returns its number of steps; whether the run is
-    a branch (bench.py takes only a run from the start as a baseline); and the last line
-    of the log, needed if no step is left."""
-    path, state = Path(config.resume), state_of(model, optimizer)
-    before, *_, line = read_log(path.parent / "log.jsonl")
-    # A branch may take other data, by another name
-    if config.data == before["settings"]["data"] and version != before["text"]:
-        raise ValueError(f"--data {config.data} is {version} now and was "
-                         f"{before['text']}")
-    load(path, state)
-    require(state["step"] < config.steps or continues_in_place(config),
-            f"{path} has made {state['step']} steps: a branch needs more than --steps "
-            f"{config.steps}")
-    return state["step"], not continues_in_place(config) or before["branched"], line
-
-def log(config, line):
-    """Append a line, a dict, to the log. Print it if it has a validation loss."""
-    path, text = Path(config.out) / "log.jsonl", json.dumps(line) + "\n"
-    if "settings" in line and path.exists():
-        text = "\n" + text      # a process that was killed may have left half a line
+def log(config, record):
+    """Append a dict to the log, as a line."""
     if RANK == 0:
-        with open(path, "a") as file:
-            file.write(text)
-    if line.get("val_loss") is not None:
-        say(", ".join(f"{k} {v:.5g}" if isinstance(v, float) else f"{k} {v}"
-                      for k, v in line.items() if v is not None))
+        with open(Path(config.out) / "log.jsonl", "a") as file:
+            file.write(json.dumps(record) + "\n")
 
 def commit():
     """The commit of this code, "-dirty" if it was changed; None if git can't say."""
     command = "git describe --always --dirty --abbrev=40 --exclude=*"   # no tag
-    if shutil.which("git") is None:
-        return None
-    done = subprocess.run(command.split(), cwd=Path(__file__).parent,
+    done = subprocess.run(command, shell=True, cwd=Path(__file__).parent,
                           capture_output=True, text=True)
     return done.stdout.strip() or None
 
@@ -637,8 +508,7 @@ def build(config, recipe, vocab_size):
         for block in model.blocks:
             block.compile()
     if WORLD > 1:
-        kind = torch.device(config.device).type
-        mesh = dist.device_mesh.init_device_mesh(kind, (WORLD,))
+        mesh = dist.device_mesh.init_device_mesh(config.device, (WORLD,))
         for module in (*model.blocks, model):
             fully_shard(module, mesh=mesh)
     model.to(config.device)
@@ -649,45 +519,48 @@ def build(config, recipe, vocab_size):
                                     weight_decay=config.weight_decay)
 
 @contextmanager
-def signals_noted():
-    """Yields a list that Ctrl-C and SIGTERM are added to. Until the block ends, they
-    interrupt nothing."""
-    found, handlers = [], {}
+def signals_caught():
+    """Yields a list. Until the block ends, Ctrl-C and SIGTERM only add to it."""
+    caught, before = [], {}
     if threading.current_thread() is threading.main_thread():   # no other may do this
         for number in (signal.SIGINT, signal.SIGTERM):
-            handlers[number] = signal.signal(number, lambda *got: found.append(got))
+            before[number] = signal.signal(number, lambda *got: caught.append(got))
     try:
-        yield found
+        yield caught
     finally:
-        for number, handler in handlers.items():
+        for number, handler in before.items():
             signal.signal(number, handler)
 
 def train(config):
-    """Train from the start or from a checkpoint to the last step, and report. Returns
-    the last validation loss."""
+    """Train from the start or from a checkpoint to the last step. Returns the last
+    validation loss, or None if no step was left."""
     # The model needs no data. So a wrong flag is found before a download
     recipe, vocab_size = make_recipe(config), vocabulary(config.data)
     model, optimizer = build(config, recipe, vocab_size)
-    lock = claim(config) if RANK == 0 else None     # held until train() returns
-    shards, val, version = load_data(config)
-    start, branched = 0, False
+    shards, val, data_version = load_data(config)
+    lock = claim(config, data_version) if RANK == 0 else None   # until train() returns
+    start, val_loss = 0, None
     if config.resume:
-        start, branched, line = restore(config, version, model, optimizer)
+        state = state_of(model, optimizer)
+        dcp.load(state, checkpoint_id=config.resume)
+        start = state["step"]
+        require(start < config.steps or Path(config.resume).parent == Path(config.out),
+                f"{config.resume} has made {start} steps: a branch needs more --steps")
     name = hardware(config.device)[0]
-    log(config, {"settings": asdict(config), "text": version, "start": start,
-                 "branched": branched, "commit": commit(), "processes": WORLD,
+    log(config, {"settings": vars(config), "data_version": data_version,
+                 "start": start, "commit": commit(), "processes": WORLD,
                  "torch": torch.__version__, "hardware": name})
     parameters = sum(p.numel() for p in model.parameters())
-    say(f"{config.model}, {parameters / 1e6:.2f}M parameters, recipe "
-        f"{variant(config)}, {config.dtype} on {WORLD} x {name}, steps {start} to "
-        f"{config.steps}, {config.out}")
+    say(f"{config.model}, {parameters / 1e6:.2f}M parameters, recipe {config.recipe}, "
+        f"{config.dtype} on {WORLD} x {name}, steps {start} to {config.steps}, "
+        f"{config.out}")
     if recipe.fmt is not None:
         say("the first step compiles the quantizers, which takes up to a minute once")
 
     moes = [m for m in model.modules() if isinstance(m, MoE)]
     bar = tqdm(total=config.steps, initial=start, disable=RANK > 0)
-    done, last_logged, clock = start, start, time.perf_counter()
-    with bar, signals_noted() as signals:
+    last_logged, clock = start, time.perf_counter()
+    with bar, signals_caught() as signals:
         for step in range(start, config.steps):
             # The random bits of this step and process: a resumed run draws the same
             seeds = np.random.SeedSequence((config.seed, step, RANK))
@@ -705,89 +578,113 @@ def train(config):
             norm = norm.full_tensor() if WORLD > 1 else norm
             optimizer.step()
             optimizer.zero_grad()
-            loads = [moe.balance() for moe in moes]
+            for moe in moes:
+                moe.balance()
             bar.update()
 
             done = step + 1
-            last, stops = done == config.steps, any_process(signals)
+            last = done == config.steps
+            stops = all_sum(torch.tensor(len(signals))).item() > 0  # in any process
             saves = last or stops or done % config.save_interval == 0
             validates = last or done % config.eval_interval == 0
             if not (saves or validates or done % config.log_interval == 0):
                 continue
             # Only now wait for the device. The loss is the mean over the processes
-            numbers = all_sum(torch.stack((loss, norm, *loads))) / WORLD
-            loss, norm, *loads = numbers.tolist()
+            loss, norm = (all_sum(torch.stack((loss, norm))) / WORLD).tolist()
             seconds = time.perf_counter() - clock
             speed = (done - last_logged) * config.batch_size * config.seq_len / seconds
             bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s")
-            line = {"step": done, "train_loss": loss, "val_loss": None, "lr": lr,
-                    "grad_norm": norm, "max_load": max(loads, default=None),
-                    "tokens_per_s": round(speed)}
+            record = {"step": done, "train_loss": loss, "lr": lr, "grad_norm": norm,
+                      "tokens_per_s": round(speed)}
             if validates:
-                line |= validate(model, val, config)
+                record |= validate(model, val, config)
+                val_loss = record["val_loss"]
+                say(f"step {done}: train_loss {loss:.4f}, val_loss {val_loss:.4f}")
             # A loss that is not finite spoils the weights, and so all later losses
-            if not math.isfinite(loss + norm + (line["val_loss"] or 0)):
-                raise FloatingPointError(f"step {done}: loss {loss}, gradient norm "
-                                         f"{norm}, validation loss {line['val_loss']}")
-            log(config, line)
+            if not math.isfinite(loss + norm + record.get("val_loss", 0)):
+                raise FloatingPointError(
+                    f"not finite: {record}; --resume would repeat this, so start "
+                    "another run, for example with a lower --lr")
+            log(config, record)
             if saves:
                 save(config, done, model, optimizer)
-            if stops:
-                break
-            last_logged, clock = done, time.perf_counter()  # not of validating, saving
+            if stops and not last:
+                raise KeyboardInterrupt(f"stopped after step {done} and saved; "
+                                        f"--resume {config.out} goes on")
+            last_logged, clock = done, time.perf_counter()  # leaves out validating
 
-    if done < config.steps:
-        stop(f"stopped after step {done} and saved; --resume {config.out} goes on")
-    say(f"validation loss {line['val_loss']:.4f} nats a token; to compare runs: "
-        "python bench.py runs")
+    say("to compare runs: python bench.py runs")
     if config.sample:
         text = sample(model, val[:32].tolist(), config, vocab_size)
         say(f"--- sample\n{text}\n---")
-    return line["val_loss"]
+    return val_loss
 
-def talk(config):
-    """--prompt: continue a text from a checkpoint. This reads no data."""
+# --- The command ---------------------------------------------------------------------
+
+def parse_args(argv=()):
+    """The flags as a Config. ValueError or SystemExit if they are wrong."""
+    p = argparse.ArgumentParser(prog="train.py", argument_default=argparse.SUPPRESS,
+                                usage="train.py [FLAGS]; --help lists them")
+    comments = dict(re.findall(r"(\w+): .*# (.*)", inspect.getsource(Config)))
+    for f in fields(Config):
+        how = ({"action": argparse.BooleanOptionalAction} if f.type is bool
+               else {"type": f.type})
+        if f.default is not None:
+            comments[f.name] += f" (default: {f.default})"
+        p.add_argument(flag(f.name), dest=f.name, help=comments[f.name], **how)
+    typed, before = vars(p.parse_args(argv)), {}
+    require("resume" in typed or "prompt" not in typed,
+            "--prompt needs a model: add --resume RUN")
+    if "resume" in typed:
+        path = Path(typed["resume"])
+        if checkpoints(path):                           # it is a run's folder
+            path = checkpoints(path)[-1]
+        require((path / ".metadata").exists(), f"--resume {path}: no such checkpoint")
+        before = read_log(path.parent / "log.jsonl")[0]["settings"]
+        before["out"], typed["resume"] = str(path.parent), str(path)
+    if "recipe" in typed:       # without what flags had changed in another recipe
+        before |= dict.fromkeys(RECIPE_FIELDS)
+    # A flag wins over the settings of the run that goes on, and these over the preset
+    given = {**before, **typed}
+    preset = ufp4.lookup("model", given.get("model", Config.model), PRESETS)
+    settings = {**preset, **given}
+    if "warmup" not in given:
+        settings["warmup"] = min(preset["warmup"], settings["steps"] // 5)
+    if settings.get("with_"):
+        file = Path(settings["with_"])
+        sys.path.insert(0, str(file.resolve().parent))
+        importlib.import_module(file.stem)
+    return Config(**settings)
+
+def continue_text(config):
+    """--prompt: print the text and what a checkpoint's model makes of it."""
     vocab_size = vocabulary(config.data)
-    prompt = encode(config.prompt or "\n", vocab_size)
     config.compile = False              # would take longer than the text
     model, _ = build(config, make_recipe(config), vocab_size)
-    load(Path(config.resume), {"model": model.state_dict()})
+    dcp.load({"model": model.state_dict()}, checkpoint_id=config.resume)
+    prompt = encode(config.prompt or "\n", vocab_size)
     say(sample(model, prompt, config, vocab_size))
 
-def stop(message, code=1):
-    """End the process with a sentence. Code 3: the loss is not finite."""
-    report = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if report:          # torchrun prints this below its own messages
-        Path(report).write_text(json.dumps({"message": f"train.py: {message}",
-                                            "timestamp": int(time.time())}))
-    else:
-        print(f"train.py: {message}", file=sys.stderr)
-    sys.exit(code)
-
-def main(argv=None):
+def main(argv=()):
     """The command. In a notebook: train.main(["--recipe", "ufp4"])."""
-    if hasattr(sys.stdout, "reconfigure"):      # what a terminal can't show becomes "?"
-        sys.stdout.reconfigure(errors="replace", line_buffering=True)
     # DCP warns of this where there is one process, which is fine
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
     try:
         config = parse_args(argv)
         if WORLD > 1:
             dist.init_process_group()       # gloo for CPU tensors, NCCL for a GPU's
-        train(config) if config.prompt is None else talk(config)
+        train(config) if config.prompt is None else continue_text(config)
         if WORLD > 1:
             dist.destroy_process_group()
     except FloatingPointError as e:
-        stop(f"{e}; --resume would repeat the same numbers, so start another run with "
-             "a changed setting, such as a lower --lr", 3)
-    except CheckpointException as e:
+        print(f"train.py: {e}", file=sys.stderr)
+        sys.exit(3)                         # bench.py tells it from other errors
+    except dcp.CheckpointException as e:    # of saving or loading
         error, _ = next(iter(e.failures.values()))
-        stop(f"can't save a checkpoint: {error!r}; when that is mended, --resume "
-             f"{config.out} goes on from the one before")
+        sys.exit(f"train.py: checkpoint of {config.resume or config.out}: {error!r}; "
+                 "if it is damaged, delete it, and --resume takes the one before")
     except (ValueError, OSError, ImportError, KeyboardInterrupt) as e:
-        stop(str(e) or "interrupted")
+        sys.exit(f"train.py: {str(e) or 'interrupted'}")
 
 if __name__ == "__main__":
-    # A file of --with that imports train gets this module, not a second one
-    sys.modules["train"] = sys.modules["__main__"]
-    main()
+    main(sys.argv[1:])
