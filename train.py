@@ -16,6 +16,12 @@ A recipe (see ufp4.py) says how the linear layers of the blocks multiply. Embedd
 head, router and norms are never quantized. The router works in float32, the rest under
 BF16 autocast where the hardware has BF16, elsewhere in float32 (--dtype).
 """
+import signal
+import sys
+
+if __name__ == "__main__":      # Ctrl-C while torch is imported
+    signal.signal(signal.SIGINT, lambda *_: sys.exit("train.py: interrupted"))
+
 import argparse
 import importlib
 import inspect
@@ -24,9 +30,7 @@ import math
 import os
 import re
 import shutil
-import signal
 import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -167,10 +171,12 @@ class MoE(nn.Module):
     @torch.no_grad()
     def balance(self, rate=1e-2):
         """Once a step: raise by `rate` the bias of experts with less than their share,
-        lower the others'."""
+        lower the others'. Returns (largest load) / (mean load); 1 is balanced."""
         all_sum(self.load)
-        self.bias += rate * torch.sign(self.load.mean() - self.load)
+        mean, largest = self.load.mean(), self.load.max()
+        self.bias += rate * torch.sign(mean - self.load)
         self.load.zero_()
+        return largest / mean
 
 class Block(nn.Module):
     def __init__(self, config, recipe):
@@ -254,7 +260,7 @@ class Config:
     model: str = "small" if GPU else "nano"     # sizes and schedule, see PRESETS
     data: str = "python"            # python, shakespeare, fineweb or a text file
     out: str = None                 # the run's folder (default: out/MODEL-RECIPE-sSEED)
-    resume: str = None              # go on with a run: its folder, or a checkpoint
+    resume: str = None              # go on: a run's folder, or a checkpoint (or --out)
     prompt: str = None              # only continue this text, with a run of --resume
     with_: str = None               # a Python file of yours that adds to ufp4.RECIPES
     seed: int = 0                   # of weights, batches, rotations and random bits
@@ -357,6 +363,8 @@ def windows(tokens, starts, config):
     """-> inputs (B, T), and targets (B, T), which are the next tokens."""
     rows = np.stack([tokens[i:i + config.seq_len + 1] for i in starts])
     rows = torch.from_numpy(rows.astype(np.int64))
+    if config.device.startswith("cuda"):
+        rows = rows.pin_memory()        # so that the copy does not wait
     rows = rows.to(config.device, non_blocking=True)
     return rows[:, :-1], rows[:, 1:]
 
@@ -454,8 +462,6 @@ def claim(config, data_version):
                    if name not in MAY_CHANGE and value != getattr(config, name)]
         require(not (changed and goes_on), f"{', '.join(changed)} would change the run "
                 f"in {out}; to branch from it, add --out with a new folder")
-        require(not {"--model", "--layers"} & set(changed),
-                "a branch can't change --model or --layers")
         require("--data" in changed or data_version == before["data_version"],
                 f"--data {config.data} is {data_version} now and was "
                 f"{before['data_version']}")
@@ -578,8 +584,7 @@ def train(config):
             norm = norm.full_tensor() if WORLD > 1 else norm
             optimizer.step()
             optimizer.zero_grad()
-            for moe in moes:
-                moe.balance()
+            loads = [moe.balance() for moe in moes]
             bar.update()
 
             done = step + 1
@@ -590,12 +595,15 @@ def train(config):
             if not (saves or validates or done % config.log_interval == 0):
                 continue
             # Only now wait for the device. The loss is the mean over the processes
-            loss, norm = (all_sum(torch.stack((loss, norm))) / WORLD).tolist()
+            numbers = all_sum(torch.stack((loss, norm, *loads))) / WORLD
+            loss, norm, *loads = numbers.tolist()
             seconds = time.perf_counter() - clock
             speed = (done - last_logged) * config.batch_size * config.seq_len / seconds
             bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s")
             record = {"step": done, "train_loss": loss, "lr": lr, "grad_norm": norm,
                       "tokens_per_s": round(speed)}
+            if moes:
+                record["max_load"] = max(loads)
             if validates:
                 record |= validate(model, val, config)
                 val_loss = record["val_loss"]
@@ -629,18 +637,26 @@ def parse_args(argv=()):
     for f in fields(Config):
         how = ({"action": argparse.BooleanOptionalAction} if f.type is bool
                else {"type": f.type})
-        if f.default is not None:
+        if f.name == "resume":
+            how |= {"nargs": "?", "const": ""}
+        elif f.default is not None:
             comments[f.name] += f" (default: {f.default})"
         p.add_argument(flag(f.name), dest=f.name, help=comments[f.name], **how)
     typed, before = vars(p.parse_args(argv)), {}
     require("resume" in typed or "prompt" not in typed,
             "--prompt needs a model: add --resume RUN")
     if "resume" in typed:
+        if not typed["resume"]:         # the folder of a new run with the other flags
+            typed["resume"] = parse_args([a for a in argv if a != "--resume"]).out
         path = Path(typed["resume"])
         if checkpoints(path):                           # it is a run's folder
             path = checkpoints(path)[-1]
         require((path / ".metadata").exists(), f"--resume {path}: no such checkpoint")
         before = read_log(path.parent / "log.jsonl")[0]["settings"]
+        # DCP would load a part of a larger model without a word
+        for name in ("model", "layers"):
+            require(name not in typed or typed[name] == before[name],
+                    f"{flag(name)} {typed.get(name)}: {path} has {before[name]}")
         before["out"], typed["resume"] = str(path.parent), str(path)
     if "recipe" in typed:       # without what flags had changed in another recipe
         before |= dict.fromkeys(RECIPE_FIELDS)
@@ -665,8 +681,20 @@ def continue_text(config):
     prompt = encode(config.prompt or "\n", vocab_size)
     say(sample(model, prompt, config, vocab_size))
 
+def stop(message, code=1):
+    """End the process with a sentence."""
+    report = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if report:          # torchrun prints this below its own messages
+        Path(report).write_text(json.dumps({"message": f"train.py: {message}",
+                                            "timestamp": int(time.time())}))
+    else:
+        print(f"train.py: {message}", file=sys.stderr)
+    sys.exit(code)
+
 def main(argv=()):
     """The command. In a notebook: train.main(["--recipe", "ufp4"])."""
+    if hasattr(sys.stdout, "reconfigure"):      # what a terminal can't show becomes "?"
+        sys.stdout.reconfigure(errors="replace")
     # DCP warns of this where there is one process, which is fine
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
     try:
@@ -677,14 +705,15 @@ def main(argv=()):
         if WORLD > 1:
             dist.destroy_process_group()
     except FloatingPointError as e:
-        print(f"train.py: {e}", file=sys.stderr)
-        sys.exit(3)                         # bench.py tells it from other errors
+        stop(e, 3)                          # bench.py tells it from other errors
     except dcp.CheckpointException as e:    # of saving or loading
         error, _ = next(iter(e.failures.values()))
-        sys.exit(f"train.py: checkpoint of {config.resume or config.out}: {error!r}; "
-                 "if it is damaged, delete it, and --resume takes the one before")
+        stop(f"checkpoint of {config.resume or config.out}: {error!r}; if it is "
+             "damaged, delete it, and --resume takes the one before")
     except (ValueError, OSError, ImportError, KeyboardInterrupt) as e:
-        sys.exit(f"train.py: {str(e) or 'interrupted'}")
+        stop(str(e) or "interrupted")
 
 if __name__ == "__main__":
+    # A file of --with that imports train gets this module, not a second one
+    sys.modules["train"] = sys.modules["__main__"]
     main(sys.argv[1:])
