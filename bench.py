@@ -50,9 +50,8 @@ import time
 import types
 import warnings
 import zlib
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Callable
 
 import train                        # before torch: it sets how CPU threads wait
 
@@ -241,50 +240,46 @@ class Noisy(Quantizer):
 
 @dataclass
 class Experiment(Recipe):
-    """A recipe with other quantizers: change(quantizer, operand, gemm) makes them."""
-    change: Callable = None
+    """A recipe with another quantizer in some places: in GEMMs, or for pairs of an
+    operand and a GEMM. Its class is `kind`, and it has the fields in `given`."""
+    places: tuple = GEMMS
+    kind: type = Quantizer
+    given: dict = None
 
     def quantizer(self, operand, gemm):
-        return self.change(super().quantizer(operand, gemm), operand, gemm)
+        q = super().quantizer(operand, gemm)
+        if gemm in self.places or (operand, gemm) in self.places:
+            q = self.kind(**vars(q) | self.given)
+        return q
 
-def experiment(name, like, change):
-    given = {f.name: getattr(RECIPES[like], f.name) for f in fields(Recipe)}
-    RECIPES[name] = Experiment(**given | {"name": name}, change=change)
+def experiment(name, like, places=GEMMS, kind=Quantizer, **given):
+    copied = {f.name: getattr(RECIPES[like], f.name) for f in fields(Recipe)}
+    RECIPES[name] = Experiment(**copied | {"name": name}, places=places, kind=kind,
+                               given=given)
 
 # A block's maximum goes to 6 or to 4, as in arXiv 2512.02010
-experiment("four-over-six", "e2m1",
-           lambda q, operand, gemm: Choosing(**vars(q), other=FORMATS["e2m1-max4"]))
+experiment("four-over-six", "e2m1", kind=Choosing, other=FORMATS["e2m1-max4"])
 # A block in E2M1 or in E1M2, as in arXiv 2605.31035
-experiment("mixfp4", "e2m1",
-           lambda q, operand, gemm: Choosing(**vars(q), other=ufp4.E1M2))
+experiment("mixfp4", "e2m1", kind=Choosing, other=ufp4.E1M2)
 # E2M1 that does not shrink, and E1M2 that shrinks as E2M1 does on Gaussian data
-experiment("e2m1-debiased", "e2m1-full-rht",
-           lambda q, operand, gemm: Sloped(**vars(q), slope=1.0))
-experiment("ufp4-shrunk", "ufp4",
-           lambda q, operand, gemm: Sloped(**vars(q), slope=0.996))
-for one in GEMMS:
-    experiment(f"ufp4-{one}-in-e2m1", "ufp4", lambda q, operand, gemm, one=one:
-               replace(q, fmt=ufp4.E2M1) if gemm == one else q)
+experiment("e2m1-debiased", "e2m1-full-rht", kind=Sloped, slope=1.0)
+experiment("ufp4-shrunk", "ufp4", kind=Sloped, slope=0.996)
+for gemm in GEMMS:
+    experiment(f"ufp4-{gemm}-in-e2m1", "ufp4", (gemm,), fmt=ufp4.E2M1)
 # Doses: more noise in fprop; a smaller slope in fprop, or wherever rounding is to
 # nearest
 for times in (1.25, 1.5, 2, 3):
-    experiment(f"ufp4-noise-{times}", "ufp4", lambda q, operand, gemm, times=times:
-               Noisy(**vars(q), times=times) if gemm == "fprop" else q)
+    experiment(f"ufp4-noise-{times}", "ufp4", ("fprop",), Noisy, times=times)
 for slope in (0.996, 0.98, 0.95, 0.9):
-    experiment(f"ufp4-slope-{slope}", "ufp4", lambda q, operand, gemm, slope=slope:
-               Sloped(**vars(q), slope=slope) if gemm == "fprop" else q)
+    experiment(f"ufp4-slope-{slope}", "ufp4", ("fprop",), Sloped, slope=slope)
 for slope in (0.98, 0.9):
-    experiment(f"ufp4-slope-{slope}-all", "ufp4", lambda q, operand, gemm, slope=slope:
-               Sloped(**vars(q), slope=slope))
+    experiment(f"ufp4-slope-{slope}-all", "ufp4", kind=Sloped, slope=slope)
 # SR for one operand of one GEMM more than dY
 for like in ("ufp4", "e2m1"):
-    for one in (("x", "wgrad"), ("w", "dgrad")):
-        experiment(f"{like}-sr-dy-{'-'.join(one)}", like,
-                   lambda q, operand, gemm, one=one:
-                   replace(q, stochastic=True) if (operand, gemm) == one else q)
+    for place in (("x", "wgrad"), ("w", "dgrad")):
+        experiment(f"{like}-sr-dy-{'-'.join(place)}", like, (place,), stochastic=True)
 # A rotation without random signs
-experiment("ufp4-no-signs", "ufp4",
-           lambda q, operand, gemm: replace(q, signs=torch.ones(16)))
+experiment("ufp4-no-signs", "ufp4", signs=torch.ones(16))
 
 class NoNorm(nn.RMSNorm):
     """Stands for a norm: times a constant, which nothing divides out again. With 7 a
