@@ -1023,8 +1023,26 @@ def jobs_of(args):
                     jobs[job.key] = job
     return list(jobs.values())
 
+def add_recipes(file):
+    """Import a user's file. Returns {recipe: a mark of the file's version} of those that
+    it adds."""
+    before, code = dict(RECIPES), zlib.crc32(file.read_bytes())
+    sys.path.insert(0, str(file.resolve().parent))
+    sys.modules.pop(file.stem, None)            # in a notebook: read it anew
+    importlib.import_module(file.stem)
+    return {name: f"-{code:08x}" for name, recipe in RECIPES.items()
+            if recipe is not before.get(name)}
+
 def bench_study(args):
     """Train what is not there yet; print and draw what the runs say."""
+    if args.record and (args.train or args.file):
+        raise ValueError("--record takes no --with and no flags of train.py")
+    args.versions = add_recipes(args.file) if args.file else {}
+    # Quick runs and others, those with other flags and those without have folders of
+    # their own
+    quick = ["quick"] if "quick" in args.studies else []
+    label = re.sub(r"\W+", "-", " ".join(quick + args.train)).strip("-")
+    args.runs = OUT / (label or "runs")
     jobs = jobs_of(args)
     run_all(args, jobs)
     records, shown = records_of(args, jobs), (args.studies, tuple(args.rows or ()))
@@ -1220,7 +1238,7 @@ def calls():
             "both orientations, stochastic": [name(q, "packed") for q in dy],
             "dY of a layer": [name(q, "decoded") for q in dy]}
 
-def compiled(kernel, name, arch):
+def compiled(name, arch):
     """The code of quantize_kernel for one of calls(), or of matmul_kernel for a recipe,
     by its language.
 
@@ -1244,34 +1262,26 @@ def compiled(kernel, name, arch):
     JITFunction.run = compile_only
     x = torch.empty(8192, 8192, dtype=torch.bfloat16, device="meta")
     keys = torch.empty(2, 2, dtype=torch.int32, device="meta")
-    if kernel == "quantize_kernel":
+    if name in calls():
         kernels.launch_quantize.launch(x, 0, keys, *calls()[name])
     else:
         a, _ = kernels.quantize(x, RECIPES[name], "x", "fprop", native=True)
         kernels.launch_matmul.launch(*a[:3], *a[:3], a.name, x.dtype)
     return found[-1].asm
 
-def counts(kernel, name, arch):
+def counts(name, arch):
     """Count in this code. Returns its tensor-core instructions and how many they are.
     For NVIDIA's GPUs also how many instructions move registers to memory and back
-    (spills). Of a quantizer also its instructions for each number, its registers, and
-    written() of its worst store."""
-    asm = compiled(kernel, name, arch)
-    text = asm["ptx" if "ptx" in asm else "amdgcn"]
+    (spills). Of a quantizer also written() of its worst store."""
+    asm = compiled(name, arch)
     found = collections.Counter(re.findall(
-        r"(?:tcgen05\.|\bw?g?)mma[._][^ ;]*|v_mfma\S*", text))
+        r"(?:tcgen05\.|\bw?g?)mma[._][^ ;]*|v_mfma\S*",
+        asm["ptx" if "ptx" in asm else "amdgcn"]))
     names = [name.split(".f32")[0] for name in found]           # without the types
     result = {"instruction": " + ".join(names), "count": sum(found.values())}
     if "ptx" in asm:
-        ops = re.findall(r"\t(?:@!?U?P\w+ )?(?!NOP)([A-Z][\w.]+)", asm["sass"])
-        result["spills"] = sum(op.startswith(("STL", "LDL")) for op in ops)
-    if kernel == "quantize_kernel":
-        import kernels
-        TR, TC = kernels.SHAPES[True, calls()[name][1] is not None]
-        result["per_element"] = len(ops) / (TR * TC / 128)      # 4 warps share a tile
-        # From R0 to the last one. The hardware takes two more
-        registers = re.findall(r"\bR(\d+)", asm["sass"])
-        result["registers"] = max(map(int, registers)) + 3
+        result["spills"] = len(re.findall(r"\t(?:@!?U?P\w+ )?(?:STL|LDL)", asm["sass"]))
+    if name in calls():
         result["full"], result["sectors"] = min(written(asm["ttgir"]))
     return result
 
@@ -1291,27 +1301,22 @@ def written(ttgir):
         held, lanes, _, order = ([int(n) for n in part.split(", ")] for part in
                                  re.findall(r"\[([\d, ]+)\]", layouts[layout]))
         at_once = min(held[-1], 16 // size) if order[0] == len(shape) - 1 else 1
-        numbers = set()                         # of the tile, counted row by row
-        for lane in range(32):
-            first = 0
-            for d in order:
-                i = lane % lanes[d] * held[d] % shape[d]
-                first += i * math.prod(shape[d + 1:])
-                lane //= lanes[d]
-            numbers.update(range(first, first + at_once))
-        sectors = {number * size // 32 for number in numbers}
+        firsts = np.ix_(*(np.arange(n) * h % of for n, h, of in zip(lanes, held, shape)))
+        # Numbers of the tile, counted row by row
+        numbers = np.arange(math.prod(shape)).reshape(shape)[firsts].ravel()
+        numbers = np.unique(numbers[:, None] + np.arange(at_once))
+        sectors = np.unique(numbers * size // 32)
         found.append((len(numbers) * size / (32 * len(sectors)), len(sectors)))
     return found
 
-def lowering(*call, python=sys.executable):
-    """counts(*call) in a process of its own, without the interpreter.
+def lowering(name, arch):
+    """counts(name, arch) in a process of its own, without the interpreter.
 
     A compiler that fails an assertion ends its process: {"error": its last line}."""
     env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_ALWAYS_COMPILE": "1"}
-    code = ("import json, sys, bench; "
-            "print(json.dumps(bench.counts(*json.loads(sys.argv[1]))))")
-    done = subprocess.run([python, "-c", code, json.dumps(call)], cwd=HERE,
-                          text=True, capture_output=True, env=env)
+    code = "import bench, json, sys; print(json.dumps(bench.counts(*sys.argv[1:])))"
+    done = subprocess.run([sys.executable, "-c", code, name, arch], cwd=HERE, env=env,
+                          text=True, capture_output=True)
     if done.returncode:
         return {"error": (done.stderr.strip().splitlines() or ["it died"])[-1]}
     return json.loads(done.stdout.strip().splitlines()[-1])
@@ -1319,41 +1324,35 @@ def lowering(*call, python=sys.executable):
 def bench_dispatch(args):
     import kernels
 
-    def product(arch, recipe):
-        path = kernels.route(RECIPES[recipe], arch)
+    def cell(name, arch):
+        quantizes = name in calls()
+        path = "" if quantizes else kernels.route(RECIPES[name], arch)
         if path == "cublas":
             return path
-        r = lowering("matmul_kernel", recipe, arch)
-        return r.get("error") or f"{path}: {r['instruction']}, {r['count']}"
+        r = lowering(name, arch)
+        if "error" in r:
+            return r["error"]
+        if quantizes:
+            return f"{r['spills']} spills; {r['sectors']} sectors, {r['full']:.0%} full"
+        return f"{path}: {r['instruction']}, {r['count']}"
 
-    def quantizer(name, column):
-        arch, python = columns[column]
-        r = lowering("quantize_kernel", name, arch, python=python)
-        return r.get("error") or (f"{r['per_element']:.1f}; {r['registers']}, "
-                                  f"{r['spills']}; {r['sectors']}, {r['full']:.0%}")
-
-    def table(corner, cell, rows, columns):
+    def table(names, archs):
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            found = {row: pool.map(cell, itertools.repeat(row), columns)
-                     for row in rows}
-            return [[corner, *columns], *([row, *of] for row, of in found.items())]
+            found = [pool.map(cell, itertools.repeat(name), archs) for name in names]
+            return [[f"Triton {kernels.triton.__version__}", *archs],
+                    *([name, *of] for name, of in zip(names, found))]
 
-    columns = {}
-    for python in (sys.executable, *args.python):
-        version = subprocess.check_output(
-            [python, "-c", "import triton; print(triton.__version__)"], text=True)
-        for arch in ("sm_80", "sm_90", "sm_100"):
-            columns[f"{arch}, Triton {version.strip()}"] = arch, python
-    corner = f"path: instruction, count (Triton {kernels.triton.__version__})"
     finish(args, "dispatch", {
-        "dispatch": table(corner, product, ("sm_90", "sm_100", "sm_120", "gfx950"),
-                          ("ufp4-e4m3", "ufp4-mx", "nvfp4", "mxfp4")),
-        "quantize": table("instructions for a number; registers, spills; sectors, full",
-                          quantizer, calls(), columns)})
+        "dispatch": table(("ufp4-e4m3", "ufp4-mx", "nvfp4", "mxfp4"),
+                          ("sm_90", "sm_100", "sm_120", "gfx950")),
+        "quantize": table(calls(), ("sm_80", "sm_90", "sm_100"))})
 
 # ---- kernels: speed on a GPU, as ratios to what that GPU can do ----
 
 def bench_kernels(args):
+    if not torch.cuda.is_available():
+        raise ValueError("this measures a GPU, and torch finds none here; see dispatch")
+    os.environ["UFP4_BACKEND"] = "triton"       # an error rather than the reference
     import kernels
     from triton.testing import do_bench, do_bench_cudagraph
     timed = functools.partial(do_bench, return_mode="all")
@@ -1479,11 +1478,15 @@ def draw_runs(fig, logs):
 
 # ---- The commands ----
 
+def bench_train(args):
+    if "no-norms" in args.train:
+        train.nn.RMSNorm = NoNorm
+    train.main(args.train)
+
 def main(argv=None):
     # DCP warns of this where there is one process, which is fine
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
     parser = argparse.ArgumentParser(description="Each claim, one command.")
-    parser.set_defaults(record=False, file=None, studies=[])
     commands = parser.add_subparsers(dest="command", required=True)
     add = functools.partial(commands.add_parser, allow_abbrev=False)
     record = argparse.ArgumentParser(add_help=False)
@@ -1498,13 +1501,10 @@ def main(argv=None):
                    default=1 if torch.cuda.is_available() else os.cpu_count())
     p.add_argument("--with", dest="file", type=Path, metavar="FILE",
                    help="a Python file that adds recipes to ufp4.RECIPES")
-    for name in ("bias", "cpu", "kernels"):
+    for name in ("bias", "cpu", "dispatch", "kernels"):
         add(name, parents=[record])
     p = add("sqnr", parents=[record])
     p.add_argument("dir", type=Path, metavar="DIR", help="the folder of a run")
-    p = add("dispatch", parents=[record])
-    p.add_argument("--python", nargs="+", default=[], metavar="PATH",
-                   help="Pythons of environments with other versions of Triton")
     p = add("runs", help="your runs of train.py: a table and curves")
     p.add_argument("dir", nargs="?", type=Path, default=Path("out"), metavar="DIR",
                    help="the folder that holds them (default: out)")
@@ -1513,28 +1513,7 @@ def main(argv=None):
     args, args.train = parser.parse_known_args(argv)
     if args.train and args.command not in ("train", "study"):
         parser.error(f"unknown arguments: {' '.join(args.train)}")
-    if args.command == "kernels":
-        os.environ["UFP4_BACKEND"] = "triton"       # an error rather than the reference
-        if not torch.cuda.is_available():
-            parser.error("this measures a GPU, and torch finds none here; see dispatch")
     try:
-        if args.command == "train":
-            if "no-norms" in args.train:
-                train.nn.RMSNorm = NoNorm
-            return train.main(args.train)
-        if args.command == "study" and args.record and (args.train or args.file):
-            raise ValueError("--record takes no --with and no flags of train.py")
-        args.versions = {}
-        if args.file:
-            code, before = zlib.crc32(args.file.read_bytes()), dict(RECIPES)
-            sys.path.insert(0, str(args.file.resolve().parent))
-            sys.modules.pop(args.file.stem, None)       # in a notebook: read it anew
-            importlib.import_module(args.file.stem)
-            args.versions = {name: f"-{code:08x}" for name in RECIPES
-                             if RECIPES[name] is not before.get(name)}
-        quick = ["quick"] if "quick" in args.studies else []
-        label = re.sub(r"\W+", "-", " ".join(quick + args.train)).strip("-")
-        args.runs = OUT / (label or "runs")
         globals()[f"bench_{args.command}"](args)
     except (ValueError, OSError, ImportError, subprocess.CalledProcessError) as e:
         sys.exit(f"bench.py: {e}")
