@@ -386,11 +386,12 @@ GROUPS = {
              "nvfp4": ("nvfp4", *HELPED["nvfp4"])},
     "scratch": {"ufp4-scratch": ("ufp4-scratch", "e2m1-scratch")},
     "lr": {"bf16": ("lr-0.00212", "lr-0.00849", "lr-0.0015", "lr-0.006")}}
+GROUPS["quick"] = {"": sum(TWO_BY_TWO.values(), ())}
 ALL = {study: sum(groups.values(), ()) for study, groups in GROUPS.items()}
 
 # {study: {model: rows}}
 STUDIES = {
-    "quick": {"nano": sum(TWO_BY_TWO.values(), ())},
+    "quick": {"nano": ALL["quick"]},
     "loss": {"dense-0.3m": ALL["loss"]},
     "ablate": {"dense-0.3m": (*ALL["ablate"][:7], *CAUSES[:3]), "nano": ALL["ablate"]},
     "scaling": dict.fromkeys(SCALING, CORE),
@@ -629,19 +630,13 @@ class Results:
             said = "not settled"
         return f"{'+' * (mean > 0)}{text((mean, half))}: {said}"
 
-    def loss(self, model):
-        """The mean loss of bf16 and its interval."""
-        return interval([r["loss"] for r in self.runs
-                         if (r["model"], r["row"]) == (model, "bf16")])
-
     def reduction(self, models):
-        """By what part of itself e2m1's loss error falls with ufp4: 1 - the ratio of
-        sums over the models, of each seed that has all; mean and interval. None without
-        such seeds, or if a run diverged."""
+        """By what part of itself e2m1's loss error, summed over the models, is smaller
+        with ufp4: mean over the seeds that have all, and interval."""
         ours, theirs = (self.sums({(model, row): 1 for model in models})
                         for row in ("ufp4", "e2m1"))
         parts = [1 - ours[seed] / theirs[seed] for seed in ours if seed in theirs]
-        return interval(parts) if parts and math.isfinite(sum(parts)) else None
+        return interval(parts) if parts else None
 
     def fprop(self, model):
         """{row: (slope and noise of fprop, loss error)}, means over the seeds, without
@@ -708,7 +703,7 @@ def tables_of(results, studies=STUDIES, rows=None):
         else:
             tables[study] = rows_table(results, study, groups_of(study, rows))
     for name, model in (("two-by-two", "dense-0.3m"), ("two-by-two-nano", "nano")):
-        if has_two_by_two(results, model):
+        if all((model, row) in results.errors for row in ALL["quick"]):
             tables[name] = two_by_two_table(results, model)
     return {name: table for name, table in tables.items() if len(table) > 1}
 
@@ -724,25 +719,25 @@ def rows_table(results, study, groups):
     models = [name for name in STUDIES[study] if (name, "bf16") in results.errors]
     groups = {row: group for row, group in groups.items()
               if any((name, row) in results.errors for name in models)}
-    if not groups:
-        return []
-    columns, count = [], 4 if len(models) == 1 else 3
-    against, base = "", "`ufp4`"
-    if any(map(is_row, groups.values())):
-        against, base = "against", "that"
-    head, lines = ["row", against], []
+    against = any(map(is_row, groups.values()))
+    head, lines = ["row", "against" if against else ""], {}
     for name in models:
-        columns.append(columns_of(results, name, groups))
-        head += [f"`{name}`: loss error, % (seeds)", f"minus {base}, %",
+        count = 4 if len(models) == 1 else 3
+        head += [f"`{name}`: loss error, % (seeds)",
+                 f"minus {'that' if against else '`ufp4`'}, %",
                  "noise of fprop, %", "slope of fprop"][:count]
+        for label, cells in columns_of(results, name, groups).items():
+            start = [f"`{label}`", groups[label]] if label in groups else [label, ""]
+            lines.setdefault(label, start).extend(cells[:count])
     last, notes = LAST.get(study, ("", {}))
-    for label in columns[0]:
-        name = f"`{label}`" if label in groups else label
-        beyond = beyond_line(results, models[0], label) if study == "dose" else ""
-        lines.append([name, groups.get(label, ""),
-                      *sum((of[label][:count] for of in columns), []), beyond,
-                      notes.get(label, "")])
-    return table(results, [*head, "beyond the line, %", last], lines)
+    for label, cells in lines.items():
+        cells.append(notes.get(label, ""))
+    if set(DOSES) <= set(groups):
+        last = "beyond the line, %"
+        for row in (*DOSES, *GROUPS["dose"]["recipe"]):
+            if row in groups:
+                lines[row][-1] = beyond_line(results, models[0], row)
+    return table(results, [*head, last], lines.values())
 
 def columns_of(results, model, groups):
     """{row, effect or correlation: its cells} of a model: the loss error, how far it is
@@ -765,32 +760,24 @@ def columns_of(results, model, groups):
         points = {fprop[row] for row in groups if row in fprop and row not in left_out}
         cells = ["", ""]
         if len(points) > 4 and set(left_out) <= set(groups):
-            *values, errors = zip(*points)
-            cells = [f"{statistics.correlation(of, errors):.2f}, over {len(points)}"
-                     for of in reversed(values)]
+            slopes, noises, errors = zip(*points)
+            cells = [f"{statistics.correlation(values, errors):.2f}, over {len(points)}"
+                     for values in (noises, slopes)]
         found[f"correlation with loss error{note}"] = ["", "", *cells]
     return found
 
 DOSES = GROUPS["dose"]["dose of noise"]
 
-def line(results, model, noise):
-    """{dose of noise: its weight in the loss error at some noise of fprop}, by the
-    straight line of least squares through the doses. None without all doses."""
-    fprop = results.fprop(model)
-    if not set(DOSES) <= set(fprop):
-        return None
-    x = [fprop[row][1] for row in DOSES]
-    return dict(zip(DOSES, 1 / len(x) + (noise - np.mean(x)) * slopes(x)))
-
 def beyond_line(results, model, row):
-    """The weights of a row's loss error minus what the line through the doses says."""
-    noise = results.fprop(model).get(row, (None, None))[1]
-    if row not in (*DOSES, *GROUPS["dose"]["recipe"]) or noise is None:
+    """The weights of a row's loss error minus what the straight line of least squares
+    through the doses of noise says at the row's noise of fprop. Blank if one of them
+    diverged."""
+    fprop = results.fprop(model)
+    if not {row, *DOSES} <= set(fprop):
         return ""
-    weights = line(results, model, noise)
-    if weights is None:
-        return ""
-    weights = {dose: -weight for dose, weight in weights.items()}
+    noises = [fprop[dose][1] for dose in DOSES]
+    here = 1 / len(DOSES) + (fprop[row][1] - np.mean(noises)) * slopes(noises)
+    weights = dict(zip(DOSES, -here))
     weights[row] = weights.get(row, 0) + 1
     return on(model, weights)
 
@@ -802,7 +789,9 @@ def series_table(results, study):
         if (name, "ufp4") not in results.errors:
             continue
         sizes[name] = label
-        m, (loss, half) = results.models[name], results.loss(name)
+        loss, half = interval([r["loss"] for r in results.runs
+                               if (r["model"], r["row"]) == (name, "bf16")])
+        m = results.models[name]
         lines.append([str(label), f"{m['parameters'] / 1e6:.2f}",
                       f"{m['bytes'] / 1e6:.1f}",
                       f"{loss:.3f}" + (f" ± {half:.3f}" if half else ""),
@@ -820,9 +809,6 @@ def series_table(results, study):
     return table(results, [what, "parameters, M", "text, MB", "loss of `bf16`",
                            *(f"`{row}`, % (seeds)" for row in rows), *effects,
                            "`ufp4` smaller by, %"], lines)
-
-def has_two_by_two(results, model):
-    return all((model, row) in results.errors for row in sum(TWO_BY_TWO.values(), ()))
 
 def two_by_two_table(results, model):
     """The four loss errors, what the rotation and the uniform grid do to each, and how
@@ -848,12 +834,14 @@ def draw_studies(results, folder, studies, rows=None):
     """Figures of what was measured, into a folder."""
     for study in studies:
         for model in STUDIES[study]:
-            shown = results.fprop(model).keys() & groups_of(study, rows).keys()
+            fprop = results.fprop(model)
+            shown = [row for row in groups_of(study, rows) if row in fprop]
             if len(shown) > 1 and study not in SERIES:
                 figure(folder / f"{study}-{model}.png", (10, 4.5), draw_causes, results,
                        model, shown)
-    if "quick" in studies and has_two_by_two(results, "nano"):
-        figure(folder / "two-by-two.png", (5, 4.9), draw_two_by_two, results, "nano")
+            if study == "quick" and set(ALL["quick"]) <= set(shown):
+                figure(folder / "two-by-two.png", (5, 4.9), draw_two_by_two, results,
+                       model)
 
 def draw_causes(fig, results, model, rows):
     """Loss error against the noise of fprop, and against what fprop shrinks its outputs
@@ -877,11 +865,11 @@ def draw_causes(fig, results, model, rows):
                             ha="left" if i % 2 else "right", va="center", size=10,
                             textcoords="offset points")
     title = f"{model}: what raises the loss?"
-    if set(DOSES) <= set(rows):
-        ends = [fprop[row][1] for row in (DOSES[0], DOSES[-1])]
-        errors = [results.contrast(on(model, line(results, model, end)))[0]
-                  for end in ends]
-        left.plot([100 * end for end in ends], [100 * error for error in errors], lw=1)
+    if set(DOSES) <= set(rows):         # their line
+        ends = DOSES[0], DOSES[-1]
+        beyond = [results.contrast(beyond_line(results, model, row))[0] for row in ends]
+        left.plot([100 * fprop[row][1] for row in ends],
+                  [100 * (fprop[row][2] - off) for row, off in zip(ends, beyond)], lw=1)
         title += " Squares: doses of noise, of shrinkage"
     fig.suptitle(title)
     left.set(xlabel="noise of fprop: error power, % of the outputs'",
@@ -981,8 +969,7 @@ def records_of(args, jobs):
         s = train.parse_args(flags)
         total, active = counted(s)
         models[name] = {"flags": flags, "parameters": total, "active": active,
-                        "bytes": s.steps * s.batch_size * s.seq_len,
-                        "text": sum(len(read_tokens(p)) for p in prepare(s.data).train)}
+                        "bytes": s.steps * s.batch_size * s.seq_len}
     runs = [{"model": job.model, "row": job.row, "seed": job.seed, "machine": 0,
              "bf16": losses[job.model, "bf16", job.seed], **job.result()}
             for job in jobs]
@@ -1337,10 +1324,8 @@ def bench_dispatch(args):
         return f"{path}: {r['instruction']}, {r['count']}"
 
     def table(names, archs):
-        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            found = [pool.map(cell, itertools.repeat(name), archs) for name in names]
-            return [[f"Triton {kernels.triton.__version__}", *archs],
-                    *([name, *of] for name, of in zip(names, found))]
+        return [[f"Triton {kernels.triton.__version__}", *archs],
+                *([name, *(cell(name, arch) for arch in archs)] for name in names)]
 
     finish(args, "dispatch", {
         "dispatch": table(("ufp4-e4m3", "ufp4-mx", "nvfp4", "mxfp4"),
