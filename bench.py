@@ -34,7 +34,6 @@ import collections
 import concurrent.futures
 import functools
 import importlib
-import itertools
 import json
 import math
 import os
@@ -114,8 +113,6 @@ def fill_pages():
         tables |= json.loads(path.read_text()).get("tables", {})
 
     def block(found):
-        if found[1] not in tables:
-            raise ValueError(f"no record in {RECORDS} has a table {found[1]}")
         head, *rows = tables[found[1]]
         lines = ["| " + " | ".join(row) + " |"
                  for row in (head, ["---"] * len(head), *rows)]
@@ -163,10 +160,8 @@ def figure(path, size, draw, *given):
     """draw(fig, *given) on a figure of (width, height) inches, into a file."""
     import matplotlib
     from matplotlib.figure import Figure
-    look = {"font.size": 12, "axes.titlesize": 12, "legend.fontsize": 11,
-            "figure.titlesize": 13, "axes.spines.top": False,
-            "axes.spines.right": False}
-    with matplotlib.rc_context(look):
+    with matplotlib.rc_context({"font.size": 12, "axes.titlesize": 12,
+                                "axes.spines.top": False, "axes.spines.right": False}):
         fig = Figure(figsize=size, layout="constrained")
         draw(fig, *given)
         fig.savefig(path, dpi=120)
@@ -188,10 +183,10 @@ class Choosing(Quantizer):
         x = Quantizer(None, signs=self.signs)(x)        # rotated, if there are signs
         errors, results = [], []
         for fmt in (self.fmt, self.other):
-            nearest = Quantizer(fmt, self.scale, self.block)(x)
-            error = (nearest - x).double().square().unflatten(-1, (-1, self.block))
+            q = Quantizer(fmt, self.scale, self.block)
+            error = (q(x) - x).double().square().unflatten(-1, (-1, self.block))
             errors.append(error.sum(-1, keepdim=True))
-            q = Quantizer(fmt, self.scale, self.block, stochastic=self.stochastic)
+            q.stochastic = self.stochastic
             results.append(q(x, rand).unflatten(-1, (-1, self.block)))
         return torch.where(errors[1] < errors[0], results[1], results[0]).flatten(-2)
 
@@ -352,7 +347,7 @@ def color_of(row):
     return COLORS.get(fmt and fmt.name[:4], "#2a8c4a")
 
 # {format: its row with the RHT on wgrad alone, and with the RHT on all three GEMMs}
-TWO_BY_TWO = {"E2M1": ("e2m1", "e2m1-full-rht"), "E1M2": ("ufp4-rht-wgrad", "ufp4")}
+TWO_BY_TWO = {"e2m1": ("e2m1", "e2m1-full-rht"), "e1m2": ("ufp4-rht-wgrad", "ufp4")}
 # With the RHT on all three GEMMs: E2M1, which shrinks or does not, and E1M2
 CAUSES = ("e2m1-full-rht", "e2m1-debiased", "ufp4-shrunk", "ufp4")
 CORE = ("ufp4", "e2m1", "e2m1-full-rht", "nvfp4")
@@ -396,22 +391,18 @@ STUDIES = {
     "ablate": {"dense-0.3m": (*ALL["ablate"][:7], *CAUSES[:3]), "nano": ALL["ablate"]},
     "scaling": dict.fromkeys(SCALING, CORE),
     "length": dict.fromkeys(LENGTHS, CORE[:2]),
-    # Written down before the runs: if shrinkage compounds over layers, as the paper
-    # says, the effect of shrinking is positive and grows with depth, so that at 32
-    # blocks its interval is above the one at 2. If the residual stream and its norms
-    # undo it, the effect is within 0.05% of zero at each depth. An interval wider than
-    # 0.1% at 32 blocks would leave the question open.
+    # Written down before the runs: if shrinkage compounds over layers, its effect grows
+    # with depth, so that at 32 blocks its interval is above the one at 2. If norms undo
+    # it, the effect is within 0.05% of zero at each depth. An interval wider than 0.1%
+    # at 32 blocks would leave the question open.
     "depth": dict.fromkeys(DEPTHS, CAUSES),
-    # Written down before the runs. If noise of fprop is the cause, the loss error grows
-    # with the dose, in a straight line, and the line predicts each recipe within its
-    # interval. If it is not, the doses cost nothing, or the recipes are far from the
-    # line. If shrinkage is a cause, the loss error grows with 1 - slope from the first
-    # dose on. If norms and the other weights undo it, slopes down to 0.9 cost nothing
-    # in fprop. In between, the first dose that costs more than its interval says how
-    # much a tensor may shrink. In dgrad and wgrad a slope below 1 scales gradients,
-    # which AdamW divides out again, so all three GEMMs should be like fprop alone.
+    # Written down before the runs: if noise of fprop is the cause, the loss error grows
+    # with its dose in a straight line, which predicts each recipe within its interval.
+    # If shrinkage is, the loss error grows with 1 - slope from the first dose on. If
+    # norms undo it, slopes down to 0.9 in fprop cost nothing. In dgrad and wgrad a
+    # slope scales gradients, which AdamW divides out again.
     "dose": {"cause-0.3m": ALL["dose"]},
-    # Without norms the same slopes cost more, if it is the norms that undo them.
+    # If it is the norms that undo it, the same slopes cost more without them.
     "norms": dict.fromkeys(("cause-0.3m", "no-norms-0.3m"),
                            ("ufp4", "ufp4-slope-0.98", "ufp4-slope-0.9")),
     "search": {"cause-0.3m": ALL["search"]},
@@ -435,8 +426,8 @@ class Job:
 
     def __init__(self, args, model, row, seed):
         self.key = self.model, self.row, self.seed = model, row, seed
-        self.flags = [*MODELS[model], *row_flags(row), "--seed", str(seed), *args.train]
-        s = train.parse_args(self.flags)
+        flags = [*MODELS[model], *row_flags(row), "--seed", str(seed), *args.train]
+        s = train.parse_args(flags)
         # A recipe from --with is trained again when its file has changed
         name = f"{model}-{row}{args.versions.get(row, '')}-s{seed}"
         self.folder = args.runs / name
@@ -444,7 +435,7 @@ class Job:
         self.after, self.first = "bf16", third
         if "-late-" in row:
             self.after, self.first = row.split("-late-")[0], sixth
-        if row == "bf16" or row in STUDIES["lr"].get(model, ()) + ALL["scratch"]:
+        if row in ("bf16", *ALL["lr"], *ALL["scratch"]):
             self.after, self.first = None, 0
         self.steps = s.steps - self.first               # its own
         self.branch = (args.runs / f"{model}-{self.after}-s{seed}"
@@ -457,25 +448,22 @@ class Job:
         windows = (len(read_tokens(prepare(s.data).val[0])) - 1) // s.seq_len
         if "quick" in args.studies:
             windows = max(1, windows // 4)
-        self.more = [*f"--sample 0 --eval-interval 1000000 --eval-windows {windows} "
-                     f"--save-interval {kept} --out".split(), str(self.folder)]
+        self.flags = [*f"--sample 0 --eval-interval 1000000 --eval-windows {windows} "
+                      f"--save-interval {kept} --out".split(), str(self.folder), *flags]
 
     def command(self, file):
         """The command line: the one place that knows how train.py is called."""
-        flags = [*self.more, *self.flags]
-        if file:
-            flags += ["--with", str(file)]
+        flags = ["--with", str(file)] if file else []
         if train.checkpoints(self.folder):              # an earlier command was stopped
             flags += ["--resume", str(self.folder)]
         elif self.after:
             flags += ["--resume", str(self.branch)]
-        return [sys.executable, __file__, "train", *flags]
+        return [sys.executable, __file__, "train", *self.flags, *flags]
 
     def result(self):
-        """What the run has left, or None. Of some that is a checkpoint, too."""
+        """What the run has left, or None."""
         path = self.folder / "result.json"
-        if path.exists() and (self.kept.exists() or not self.keeps):
-            return json.loads(path.read_text())
+        return json.loads(path.read_text()) if path.exists() else None
 
     def done(self):
         """How many of its steps are done."""
@@ -822,7 +810,7 @@ def two_by_two_table(results, model):
     return table(
         results, ["loss error, % (seeds)", "RHT on wgrad alone",
                   "RHT on all three GEMMs", "what the rotation does"],
-        [*([fmt, {(model, plain): 1}, {(model, rotated): 1},
+        [*([fmt.upper(), {(model, plain): 1}, {(model, rotated): 1},
             effect({rotated: 1, plain: -1})]
            for fmt, (plain, rotated) in TWO_BY_TWO.items()),
          ["what the uniform grid does", effect({e1m2: 1, e2m1: -1}),
@@ -928,7 +916,7 @@ def draw_two_by_two(fig, results, model):
              for fmt, pair in TWO_BY_TWO.items()}
     for (fmt, pair), shift in zip(TWO_BY_TWO.items(), (0.02, -0.02)):
         means, halves = zip(*found[fmt])
-        color = COLORS[fmt.lower()]
+        color = COLORS[fmt]
         # Shifted, so that no bar hides another
         ax.errorbar((shift, 1 + shift), means, yerr=[half or 0 for half in halves],
                     fmt="o-", color=color, lw=2.5, ms=8, capsize=5)
@@ -937,7 +925,7 @@ def draw_two_by_two(fig, results, model):
             ax.annotate(f"{mean:.2f}{name}", (x, mean), (28 * x - 14, 0), ha=side,
                         color=color, fontweight="bold", **at)
         rises = means[1] > means[0]
-        ax.annotate(fmt, (0.7, 0.3 * means[0] + 0.7 * means[1]), color=color,
+        ax.annotate(fmt.upper(), (0.7, 0.3 * means[0] + 0.7 * means[1]), color=color,
                     xytext=(-9 if rises else 9, 8), ha="right" if rises else "left",
                     **at)
     (e2m1, e2m1_rht), (e1m2, e1m2_rht) = ([mean for mean, _ in of]
@@ -998,10 +986,7 @@ def jobs_of(args):
     jobs = {}
     for study in args.studies:
         for name in args.models or STUDIES[study]:
-            if name not in STUDIES[study]:
-                raise ValueError(f"study {study} has no model {name!r}, only "
-                                 f"{', '.join(STUDIES[study])}")
-            rows = args.rows or STUDIES[study][name]
+            rows = args.rows or ufp4.lookup("model", name, STUDIES[study])
             before = [row.split("-late-")[0] for row in rows if "-late-" in row]
             for row in ("bf16", *before, *rows):
                 ufp4.lookup("row", row, RECIPES | ROWS)
@@ -1011,8 +996,7 @@ def jobs_of(args):
     return list(jobs.values())
 
 def add_recipes(file):
-    """Import a user's file. Returns {recipe: a mark of the file's version} of those that
-    it adds."""
+    """Import a user's file. Returns {recipe that it adds: a mark of its version}."""
     before, code = dict(RECIPES), zlib.crc32(file.read_bytes())
     sys.path.insert(0, str(file.resolve().parent))
     sys.modules.pop(file.stem, None)            # in a notebook: read it anew
@@ -1204,8 +1188,8 @@ def training_step(s, recipe, vocab_size):
 def bench_cpu(args):
     where = f"{machine()['cpu']}, {torch.get_num_threads()} threads"
     rows = [[f"a step on {where}", "`bf16`, ms", "`ufp4` / `bf16`", "`e2m1` / `bf16`"]]
-    for model, dtype in itertools.product(("nano", "nano-moe"),
-                                          ("float32", "bfloat16")):
+    for model, dtype in (("nano", "float32"), ("nano", "bfloat16"),
+                         ("nano-moe", "float32"), ("nano-moe", "bfloat16")):
         s = train.parse_args(["--model", model, "--dtype", dtype, "--device", "cpu"])
         steps = [training_step(s, recipe, 256) for recipe in ("bf16", "ufp4", "e2m1")]
         bf16, *ours = interleaved(steps, 15)
@@ -1288,7 +1272,8 @@ def written(ttgir):
         held, lanes, _, order = ([int(n) for n in part.split(", ")] for part in
                                  re.findall(r"\[([\d, ]+)\]", layouts[layout]))
         at_once = min(held[-1], 16 // size) if order[0] == len(shape) - 1 else 1
-        firsts = np.ix_(*(np.arange(n) * h % of for n, h, of in zip(lanes, held, shape)))
+        firsts = np.ix_(*(np.arange(lanes[d]) * held[d] % shape[d]
+                          for d in range(len(shape))))
         # Numbers of the tile, counted row by row
         numbers = np.arange(math.prod(shape)).reshape(shape)[firsts].ravel()
         numbers = np.unique(numbers[:, None] + np.arange(at_once))
@@ -1312,25 +1297,25 @@ def bench_dispatch(args):
     import kernels
 
     def cell(name, arch):
-        quantizes = name in calls()
-        path = "" if quantizes else kernels.route(RECIPES[name], arch)
+        path = name in calls() or kernels.route(RECIPES[name], arch)
         if path == "cublas":
             return path
         r = lowering(name, arch)
         if "error" in r:
             return r["error"]
-        if quantizes:
+        if name in calls():
             return f"{r['spills']} spills; {r['sectors']} sectors, {r['full']:.0%} full"
         return f"{path}: {r['instruction']}, {r['count']}"
 
-    def table(names, archs):
-        return [[f"Triton {kernels.triton.__version__}", *archs],
-                *([name, *(cell(name, arch) for arch in archs)] for name in names)]
-
-    finish(args, "dispatch", {
-        "dispatch": table(("ufp4-e4m3", "ufp4-mx", "nvfp4", "mxfp4"),
-                          ("sm_90", "sm_100", "sm_120", "gfx950")),
-        "quantize": table(calls(), ("sm_80", "sm_90", "sm_100"))})
+    tables = {}
+    for marker, names, archs in (
+            ("dispatch", ("ufp4-e4m3", "ufp4-mx", "nvfp4", "mxfp4"),
+             ("sm_90", "sm_100", "sm_120", "gfx950")),
+            ("quantize", calls(), ("sm_80", "sm_90", "sm_100"))):
+        tables[marker] = [[f"Triton {kernels.triton.__version__}", *archs]]
+        for name in names:
+            tables[marker].append([name, *(cell(name, arch) for arch in archs)])
+    finish(args, "dispatch", tables)
 
 # ---- kernels: speed on a GPU, as ratios to what that GPU can do ----
 
@@ -1405,21 +1390,18 @@ def logged(log, name):
     """{step: value} of the lines of a log that have this value."""
     return {line["step"]: line[name] for line in log[1:] if line.get(name) is not None}
 
-def is_baseline(bf16, run):
-    """Whether a run is the bf16 run, from the start, with the settings of another. Both
-    are first lines of logs."""
-    differ = train.MAY_CHANGE | {"recipe", "keep_bf16", *train.RECIPE_FIELDS}
-    its, mine = bf16["settings"], run["settings"]
-    return (its["recipe"] == "bf16" and not bf16["branched"]
-            and bf16.get("text") == run.get("text")
-            and all(its.get(name) == mine[name] for name in mine.keys() - differ))
-
 def errors_of(log, logs):
     """{step: loss error in %} of a run, where the bf16 run with its settings was
-    validated, too. Empty without such a run among the logs."""
-    for other in logs:
-        if is_baseline(other[0], log[0]):
-            bf16 = logged(other, "val_loss")
+    validated, too. Empty if there is none among the logs."""
+    may_differ = train.MAY_CHANGE | {"recipe", "keep_bf16", *train.RECIPE_FIELDS}
+    ours = log[0]["settings"]
+    for first, *lines in logs:
+        settings = first["settings"]
+        if (settings["recipe"] == "bf16" and not first["branched"]
+                and first.get("text") == log[0].get("text")
+                and all(settings.get(name) == ours[name]
+                        for name in ours.keys() - may_differ)):
+            bf16 = logged([first, *lines], "val_loss")
             return {step: 100 * (loss / bf16[step] - 1)
                     for step, loss in logged(log, "val_loss").items() if step in bf16}
     return {}
@@ -1473,28 +1455,25 @@ def main(argv=None):
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
     parser = argparse.ArgumentParser(description="Each claim, one command.")
     commands = parser.add_subparsers(dest="command", required=True)
-    add = functools.partial(commands.add_parser, allow_abbrev=False)
-    record = argparse.ArgumentParser(add_help=False)
-    record.add_argument("--record", action="store_true",
-                        help="into data/results and the pages, not into out/bench")
-    p = add("study", parents=[record], epilog="More flags are for train.py.")
-    p.add_argument("studies", nargs="+", choices=STUDIES)
-    p.add_argument("--models", nargs="+", metavar="MODEL", help="some of them")
-    p.add_argument("--rows", nargs="+", metavar="ROW", help="these recipes")
-    p.add_argument("--seeds", type=int, metavar="N")
-    p.add_argument("--jobs", type=int, metavar="N", help="runs at a time",
-                   default=1 if torch.cuda.is_available() else os.cpu_count())
-    p.add_argument("--with", dest="file", type=Path, metavar="FILE",
-                   help="a Python file that adds recipes to ufp4.RECIPES")
-    for name in ("bias", "cpu", "dispatch", "kernels"):
-        add(name, parents=[record])
-    p = add("sqnr", parents=[record])
-    p.add_argument("dir", type=Path, metavar="DIR", help="the folder of a run")
-    p = add("runs", help="your runs of train.py: a table and curves")
-    p.add_argument("dir", nargs="?", type=Path, default=Path("out"), metavar="DIR",
-                   help="the folder that holds them (default: out)")
-    add("train", add_help=False, help="takes the flags of train.py")
-    add("readme")
+    measuring = "study", "bias", "sqnr", "cpu", "dispatch", "kernels"
+    of = {name: commands.add_parser(name, allow_abbrev=False, add_help=name != "train")
+          for name in (*measuring, "runs", "train", "readme")}
+    for name in measuring:
+        of[name].add_argument("--record", action="store_true",
+                              help="into data/results and the pages, not out/bench")
+    of["sqnr"].add_argument("dir", type=Path, metavar="DIR", help="of a run")
+    of["runs"].add_argument("dir", type=Path, metavar="DIR", help="of runs; or out",
+                            nargs="?", default=Path("out"))
+    study = of["study"]
+    study.epilog = "More flags are for train.py."
+    study.add_argument("studies", nargs="+", choices=STUDIES)
+    study.add_argument("--models", nargs="+", metavar="MODEL", help="of its models")
+    study.add_argument("--rows", nargs="+", metavar="ROW", help="in place of its rows")
+    study.add_argument("--seeds", type=int, metavar="N")
+    study.add_argument("--jobs", type=int, metavar="N", help="runs at a time",
+                       default=1 if torch.cuda.is_available() else os.cpu_count())
+    study.add_argument("--with", dest="file", type=Path, metavar="FILE",
+                       help="a Python file that adds recipes to ufp4.RECIPES")
     args, args.train = parser.parse_known_args(argv)
     if args.train and args.command not in ("train", "study"):
         parser.error(f"unknown arguments: {' '.join(args.train)}")
