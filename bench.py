@@ -59,7 +59,7 @@ from tqdm import tqdm
 
 import ufp4
 from data.prepare import prepare, read_tokens, vocabulary
-from ufp4 import FORMATS, GEMMS, OPERANDS, RECIPES, Quantizer, Recipe
+from ufp4 import FORMATS, GEMMS, RECIPES, Quantizer, Recipe
 
 HERE = Path(__file__).resolve().parent
 RECORDS, OUT = HERE / "data" / "results", HERE / "out" / "bench"
@@ -122,16 +122,6 @@ def fill_pages():
         page.write_text(re.sub(r"<!-- (\S+) -->\n.*?<!-- /\1 -->", block,
                                page.read_text(), flags=re.S))
 
-def bench_readme(args):
-    """Make the pages' tables and figures anew, without measuring."""
-    results = Results(read("runs"))
-    for name, study, model in (("loss-dense-0.3m.png", "loss", "dense-0.3m"),
-                               ("dose.png", "dose", "cause-0.3m")):
-        figure(RECORDS / name, (10, 4.5), draw_causes, results, model, ALL[study])
-    figure(RECORDS / "sqnr.png", (10, 6), draw_sqnr, read("sqnr")["medians"])
-    figure(RECORDS / "hero.png", (8.75, 4.9), draw_hero, results)
-    fill_pages()
-
 def text(measured, digits=2):
     """(mean, half-width of its interval) as a cell in %; blank for None."""
     if measured is None:
@@ -139,22 +129,6 @@ def text(measured, digits=2):
     mean, half = measured
     cell = f"{round(100 * mean, digits) + 0.0:.{digits}f}"      # + 0.0: not "-0.00"
     return cell if half is None else f"{cell} ± {100 * half:.{digits}f}"
-
-def spread(values, form="{:.2f}"):
-    """Median (smallest to largest) as a cell."""
-    middle, low, high = (form.format(f(values)) for f in (statistics.median, min, max))
-    return f"{middle} ({low} to {high})"
-
-def interleaved(functions, rounds):
-    """The milliseconds of each call of each function, called in turns. Two calls of
-    each to warm up are left out."""
-    times = [[] for _ in functions]
-    for _ in range(rounds + 2):
-        for ms, f in zip(times, functions):
-            start = time.perf_counter()
-            f()
-            ms.append(1e3 * (time.perf_counter() - start))
-    return [ms[2:] for ms in times]
 
 def figure(path, size, draw, *given):
     """draw(fig, *given) on a figure of (width, height) inches, into a file."""
@@ -233,6 +207,7 @@ class Experiment(Recipe):
         return q
 
 def experiment(name, like, places=GEMMS, kind=Quantizer, **given):
+    """Add such a recipe to RECIPES."""
     copied = {f.name: getattr(RECIPES[like], f.name) for f in fields(Recipe)}
     RECIPES[name] = Experiment(**copied | {"name": name}, places=places, kind=kind,
                                given=given)
@@ -320,13 +295,13 @@ ROWS = {"ufp4-rht-none": "--recipe ufp4 --rht none",
         "lr-0.006": "--recipe bf16 --lr 0.006"}
 
 # What might lower a recipe's loss error, and the share of the GEMMs' work in the blocks
-# that stays in 4 bits. What is late is so in the last sixth of the run, after the
-# recipe alone
+# that stays in 4 bits. A late change is made for the last sixth of the run
 HELP = {"fprop-bf16": ("--gemms dgrad,wgrad", "2/3"),
         "late-fprop-bf16": ("--gemms dgrad,wgrad", "17/18"),
         "late-bf16": ("--recipe bf16", "5/6"),
         "last-block-bf16": ("--keep-bf16 1", "1/2"),
         "first-block-bf16": ("--keep-bf16 -1", "1/2")}
+# {recipe: {row: its flags and share}}
 HELPED = {recipe: {f"{recipe}-{what}": of for what, of in HELP.items()}
           for recipe in ("ufp4", "nvfp4")}
 for recipe, rows in HELPED.items():
@@ -422,7 +397,8 @@ class Job:
 
     A row trains the last third of the steps, from a checkpoint of the bf16 run with its
     seed. This cancels most of what differs from seed to seed by chance. A late row
-    trains the last sixth, after another row. Some rows train all steps."""
+    trains the last sixth, from a checkpoint of the recipe that it changes. Rows of
+    `study lr` and `study scratch` train all steps."""
 
     def __init__(self, args, model, row, seed):
         self.key = self.model, self.row, self.seed = model, row, seed
@@ -431,6 +407,7 @@ class Job:
         # A recipe from --with is trained again when its file has changed
         name = f"{model}-{row}{args.versions.get(row, '')}-s{seed}"
         self.folder = args.runs / name
+        # The step at which the last third begins, and the last sixth
         third, sixth = 2 * s.steps // 3, 5 * math.ceil(s.steps / 6)
         self.after, self.first = "bf16", third
         if "-late-" in row:
@@ -440,16 +417,17 @@ class Job:
         self.steps = s.steps - self.first               # its own
         self.branch = (args.runs / f"{model}-{self.after}-s{seed}"
                        / f"ckpt-{self.first:07d}")
-        # The checkpoint that other rows start from
-        kept = third if row == "bf16" else sixth
-        self.kept = self.folder / f"ckpt-{kept:07d}"
-        self.keeps = row in ("bf16", *HELPED)
+        # Rows that others start from keep that checkpoint
+        save_at = third if row == "bf16" else sixth
+        keeps = row in ("bf16", *HELPED)
+        self.kept = self.folder / f"ckpt-{save_at:07d}" if keeps else None
         # It validates once, at the end: on the whole text, and in `quick` on a quarter
         windows = (len(read_tokens(prepare(s.data).val[0])) - 1) // s.seq_len
         if "quick" in args.studies:
             windows = max(1, windows // 4)
         self.flags = [*f"--sample 0 --eval-interval 1000000 --eval-windows {windows} "
-                      f"--save-interval {kept} --out".split(), str(self.folder), *flags]
+                      f"--save-interval {save_at} --out".split(), str(self.folder),
+                      *flags]
 
     def command(self, file):
         """The command line: the one place that knows how train.py is called."""
@@ -498,7 +476,7 @@ class Job:
                       "noise": last.get("noise")}
         save(self.folder / "result.json", result)
         for path in train.checkpoints(self.folder):
-            if not (self.keeps and path == self.kept):
+            if path != self.kept:
                 shutil.rmtree(path)
 
 def run_all(args, jobs):
@@ -512,6 +490,7 @@ def run_all(args, jobs):
     futures = {}
     with (concurrent.futures.ThreadPoolExecutor(args.jobs) as pool,
           tqdm(total=sum(job.steps for job in jobs), unit=" steps") as bar):
+        # After what they start from, so that no row waits in a thread for one behind it
         for job in sorted(jobs, key=lambda job: (job.row != "bf16",
                                                  "-late-" in job.row)):
             together = first if job.row == "bf16" else len(jobs) - first
@@ -675,7 +654,8 @@ SERIES = {"scaling": ("model", {name: name for name in SCALING}, CORE,
                                                "effect of shrinking, %": SHRINKING})}
 
 def table(results, head, lines):
-    """Rows of text, but for empty rows and columns. Weights become a cell."""
+    """Rows of text. Weights become a cell. Left out are columns without a cell, and
+    lines without one after their name and group."""
     rows = [[results.cell(cell) if isinstance(cell, dict) else cell for cell in line]
             for line in lines]
     rows = [head, *(row for row in rows if any(row[2:]))]
@@ -822,12 +802,11 @@ def draw_studies(results, folder, studies, rows=None):
     """Figures of what was measured, into a folder."""
     for study in studies:
         for model in STUDIES[study]:
-            fprop = results.fprop(model)
-            shown = [row for row in groups_of(study, rows) if row in fprop]
+            shown = results.fprop(model).keys() & groups_of(study, rows).keys()
             if len(shown) > 1 and study not in SERIES:
                 figure(folder / f"{study}-{model}.png", (10, 4.5), draw_causes, results,
-                       model, shown)
-            if study == "quick" and set(ALL["quick"]) <= set(shown):
+                       model, groups_of(study, rows))
+            if study == "quick" and set(ALL["quick"]) <= shown:
                 figure(folder / "two-by-two.png", (5, 4.9), draw_two_by_two, results,
                        model)
 
@@ -836,20 +815,21 @@ def draw_causes(fig, results, model, rows):
     by. Doses, which change only one of the two, are squares without a name."""
     left, right = fig.subplots(1, 2, sharey=True)
     fprop, points = results.fprop(model), {}
-    for row in sorted(rows, key=lambda row: fprop[row][2]):
+    rows = [row for row in rows if row in fprop]
+    for row in sorted(rows, key=lambda row: fprop[row][2]):     # by loss error
         points.setdefault(fprop[row], []).append(row)
-    for i, ((slope, noise, error), of) in enumerate(points.items()):
-        _, half = results.contrast({(model, of[0]): 1})
-        color, dose = color_of(of[0]), "-noise-" in of[0] or "-slope-" in of[0]
-        for ax, x, elsewhere in ((left, noise, "-slope-"),
-                                 (right, 1 - slope, "-noise-")):
-            if elsewhere in of[0]:
+    for i, ((slope, noise, error), names) in enumerate(points.items()):
+        _, half = results.contrast({(model, names[0]): 1})
+        color, first = color_of(names[0]), names[0]
+        dose = "-noise-" in first or "-slope-" in first
+        for ax, x, other in ((left, noise, "-slope-"), (right, 1 - slope, "-noise-")):
+            if other in first:
                 continue
             at = 100 * x, 100 * error
             ax.errorbar(*at, yerr=100 * (half or 0), fmt="s" if dose else "o", lw=1,
                         color=color)
             if not dose:        # in turns left and right of the point
-                ax.annotate(", ".join(of), at, (7 if i % 2 else -7, 0), color=color,
+                ax.annotate(", ".join(names), at, (7 if i % 2 else -7, 0), color=color,
                             ha="left" if i % 2 else "right", va="center", size=10,
                             textcoords="offset points")
     title = f"{model}: what raises the loss?"
@@ -1030,6 +1010,16 @@ def bench_study(args):
               "seed in the recorded runs of nano.")
     draw_studies(results, args.runs, *shown)
 
+def bench_readme(args):
+    """Make the pages' tables and figures anew, without measuring."""
+    results = Results(read("runs"))
+    for name, study, model in (("loss-dense-0.3m.png", "loss", "dense-0.3m"),
+                               ("dose.png", "dose", "cause-0.3m")):
+        figure(RECORDS / name, (10, 4.5), draw_causes, results, model, ALL[study])
+    figure(RECORDS / "sqnr.png", (10, 6), draw_sqnr, read("sqnr")["medians"])
+    figure(RECORDS / "hero.png", (8.75, 4.9), draw_hero, results)
+    fill_pages()
+
 # ---- bias: the geometry of shrinkage ----
 
 def sqnr(q, x):
@@ -1170,6 +1160,22 @@ def draw_sqnr(fig, medians):
 
 # ---- cpu: what emulation costs ----
 
+def spread(values, form="{:.2f}"):
+    """Median (smallest to largest) as a cell."""
+    middle, low, high = (form.format(f(values)) for f in (statistics.median, min, max))
+    return f"{middle} ({low} to {high})"
+
+def interleaved(functions, rounds):
+    """The milliseconds of each call of each function, called in turns. Two calls of
+    each to warm up are left out."""
+    times = [[] for _ in functions]
+    for _ in range(rounds + 2):
+        for ms, f in zip(times, functions):
+            start = time.perf_counter()
+            f()
+            ms.append(1e3 * (time.perf_counter() - start))
+    return [ms[2:] for ms in times]
+
 def training_step(s, recipe, vocab_size):
     """A function that makes a step of training a GPT, always on the same tokens."""
     torch.manual_seed(0)
@@ -1297,13 +1303,14 @@ def bench_dispatch(args):
     import kernels
 
     def cell(name, arch):
-        path = name in calls() or kernels.route(RECIPES[name], arch)
+        quantizes = name in calls()
+        path = "" if quantizes else kernels.route(RECIPES[name], arch)
         if path == "cublas":
             return path
         r = lowering(name, arch)
         if "error" in r:
             return r["error"]
-        if name in calls():
+        if quantizes:
             return f"{r['spills']} spills; {r['sectors']} sectors, {r['full']:.0%} full"
         return f"{path}: {r['instruction']}, {r['count']}"
 
@@ -1446,6 +1453,7 @@ def draw_runs(fig, logs):
 # ---- The commands ----
 
 def bench_train(args):
+    """train.py, with the recipes of this file. Studies start their runs by this."""
     if "no-norms" in args.train:
         train.nn.RMSNorm = NoNorm
     train.main(args.train)
@@ -1456,15 +1464,17 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description="Each claim, one command.")
     commands = parser.add_subparsers(dest="command", required=True)
     measuring = "study", "bias", "sqnr", "cpu", "dispatch", "kernels"
-    of = {name: commands.add_parser(name, allow_abbrev=False, add_help=name != "train")
-          for name in (*measuring, "runs", "train", "readme")}
-    for name in measuring:
-        of[name].add_argument("--record", action="store_true",
-                              help="into data/results and the pages, not out/bench")
-    of["sqnr"].add_argument("dir", type=Path, metavar="DIR", help="of a run")
-    of["runs"].add_argument("dir", type=Path, metavar="DIR", help="of runs; or out",
-                            nargs="?", default=Path("out"))
-    study = of["study"]
+    parsers = {}
+    for name in (*measuring, "runs", "train", "readme"):
+        parsers[name] = commands.add_parser(name, allow_abbrev=False,
+                                            add_help=name != "train")
+        if name in measuring:
+            parsers[name].add_argument("--record", action="store_true", help="into "
+                                       "data/results and the pages, not out/bench")
+    parsers["sqnr"].add_argument("dir", type=Path, help="of a run of train.py")
+    parsers["runs"].add_argument("dir", type=Path, help="of runs (default: out)",
+                                 nargs="?", default=Path("out"))
+    study = parsers["study"]
     study.epilog = "More flags are for train.py."
     study.add_argument("studies", nargs="+", choices=STUDIES)
     study.add_argument("--models", nargs="+", metavar="MODEL", help="of its models")
