@@ -330,6 +330,7 @@ CORE = ("ufp4", "e2m1", "e2m1-full-rht", "nvfp4")
 # {study: {what some rows have in common: the rows}}. If that is a row, it is what they
 # are compared with, else `ufp4` is
 GROUPS = {
+    "quick": {"": sum(TWO_BY_TWO.values(), ())},
     "loss": {"the method": ("ufp4", "ufp4-int4"), "E2M1": ("e2m1", "e2m1-full-rht"),
              "the method, other scales": ("ufp4-e4m3", "ufp4-mx"),
              "a standard": ("nvfp4", "mxfp4"),
@@ -356,7 +357,7 @@ GROUPS = {
              "nvfp4": ("nvfp4", *HELPED["nvfp4"])},
     "scratch": {"ufp4-scratch": ("ufp4-scratch", "e2m1-scratch")},
     "lr": {"bf16": ("lr-0.00212", "lr-0.00849", "lr-0.0015", "lr-0.006")}}
-GROUPS["quick"] = {"": sum(TWO_BY_TWO.values(), ())}
+# {study: its rows}
 ALL = {study: sum(groups.values(), ()) for study, groups in GROUPS.items()}
 
 # {study: {model: rows}}
@@ -377,7 +378,7 @@ STUDIES = {
     # norms undo it, slopes down to 0.9 in fprop cost nothing. In dgrad and wgrad a
     # slope scales gradients, which AdamW divides out again.
     "dose": {"cause-0.3m": ALL["dose"]},
-    # If it is the norms that undo it, the same slopes cost more without them.
+    # If it is norms that undo shrinkage, the same slopes cost more without them.
     "norms": dict.fromkeys(("cause-0.3m", "no-norms-0.3m"),
                            ("ufp4", "ufp4-slope-0.98", "ufp4-slope-0.9")),
     "search": {"cause-0.3m": ALL["search"]},
@@ -1454,7 +1455,7 @@ def draw_runs(fig, logs):
 
 def bench_train(args):
     """train.py, with the recipes of this file. Studies start their runs by this."""
-    if "no-norms" in args.train:
+    if train.parse_args(args.train).model == "no-norms":
         train.nn.RMSNorm = NoNorm
     train.main(args.train)
 
