@@ -316,7 +316,7 @@ def is_row(name):
 COLORS = {"e1m2": "#1f77b4", "int4": "#1f77b4", "e2m1": "#d62728"}
 
 def color_of(row):
-    """Of a row in figures, by the grid that it rounds to in fprop."""
+    """The color of a row in figures, by the grid that it rounds to in fprop."""
     recipe = train.make_recipe(train.parse_args(row_flags(row)))
     fmt = recipe.quantizer("x", "fprop").fmt
     return COLORS.get(fmt and fmt.name[:4], "#2a8c4a")
@@ -327,8 +327,8 @@ TWO_BY_TWO = {"e2m1": ("e2m1", "e2m1-full-rht"), "e1m2": ("ufp4-rht-wgrad", "ufp
 CAUSES = ("e2m1-full-rht", "e2m1-debiased", "ufp4-shrunk", "ufp4")
 CORE = ("ufp4", "e2m1", "e2m1-full-rht", "nvfp4")
 
-# {study: {what some rows have in common: the rows}}. If that is a row, it is what they
-# are compared with, else `ufp4` is
+# {study: {what some rows have in common: the rows}}. They are compared with `ufp4`, or
+# with what they have in common, if that is the name of a row
 GROUPS = {
     "quick": {"": sum(TWO_BY_TWO.values(), ())},
     "loss": {"the method": ("ufp4", "ufp4-int4"), "E2M1": ("e2m1", "e2m1-full-rht"),
@@ -481,8 +481,8 @@ class Job:
                 shutil.rmtree(path)
 
 def run_all(args, jobs):
-    """Run all jobs, args.jobs at a time, the bf16 runs first. A row waits for its bf16
-    run. If one fails, the others go on."""
+    """Run all jobs, args.jobs at a time, the bf16 runs first. A row waits for the run
+    that it starts from. If one fails, the others go on."""
     first = sum(job.row == "bf16" for job in jobs)
     there = sum(bool(job.result()) for job in jobs)
     if there:
@@ -491,7 +491,7 @@ def run_all(args, jobs):
     futures = {}
     with (concurrent.futures.ThreadPoolExecutor(args.jobs) as pool,
           tqdm(total=sum(job.steps for job in jobs), unit=" steps") as bar):
-        # After what they start from, so that no row waits in a thread for one behind it
+        # bf16 first and late rows last: what a row starts from is in the queue before it
         for job in sorted(jobs, key=lambda job: (job.row != "bf16",
                                                  "-late-" in job.row)):
             together = first if job.row == "bf16" else len(jobs) - first
@@ -532,14 +532,14 @@ def on(model, weights):
     return {(model, row): weight for row, weight in weights.items()}
 
 def slopes(x):
-    """The weights of some y in the slope of the straight line by least squares through
-    (x, y)."""
+    """How much each y counts in the slope of the straight line of least squares through
+    the points (x, y)."""
     off = np.array(x) - np.mean(x)
     return off / (off ** 2).sum()
 
 def doubling(sizes, effect):
-    """The weights of how much an effect {row: weight} grows when the size of {model:
-    size} doubles."""
+    """By how much an effect {row: weight} grows when a model's size doubles, as weights.
+    sizes: {model: size}."""
     return {(model, row): slope * weight
             for model, slope in zip(sizes, slopes(np.log2([*sizes.values()])))
             for row, weight in effect.items()}
@@ -589,7 +589,7 @@ class Results:
         return found
 
     def effect(self, weights):
-        """The same of a difference, and what it does to the loss in a word."""
+        """The same of a difference, with a word on what it does to the loss."""
         mean, half = self.contrast(weights) or (None, None)
         if mean is None:
             return ""
@@ -619,8 +619,8 @@ class Results:
 
 # ---- Tables: text, and weights that become cells ----
 
-# What is said of some rows in the last column of a study's table. "The paper": its
-# ablation of its Dense 1.5B (Q4), and its search (Appendix B)
+# The last column of some studies: {study: (its head, {row: cell})}. The paper's numbers
+# are of its ablation (Q4, 1.5B parameters), its words of its search (Appendix B)
 LAST = {
     "ablate": ("the paper, minus `ufp4`", {
         "ufp4-rht-none": "+0.60", "ufp4-rht-wgrad": "+0.34",
@@ -638,15 +638,15 @@ LAST = {
 GAP = {"e2m1": 1, "ufp4": -1}
 GRID = dict(zip(CAUSES, (.5, .5, -.5, -.5)))
 SHRINKING = dict(zip(CAUSES, (.5, -.5, .5, -.5)))
-# Lines below the rows
+# The lines below the rows of a table
 EFFECTS = {"effect of the grid": GRID, "effect of shrinking": SHRINKING,
            "effect of shrinking, in E2M1": {"e2m1-full-rht": 1, "e2m1-debiased": -1},
            "effect of fprop without RHT": {
                "ufp4-rht-wgrad": .5, "ufp4-rht-fprop-wgrad": -.5,
                "ufp4-rht-dgrad-wgrad": .5, "ufp4": -.5},
            "`ufp4-mx` minus `mxfp4`": {"ufp4-mx": 1, "mxfp4": -1}}
-# {study: (what a line is of, {model: its label or size}, columns of rows and of
-# effects)}
+# Studies whose tables have a line a model: {study: (head of its first column, {model:
+# name or size there}, rows with a column each, effects with a column each)}
 SERIES = {"scaling": ("model", {name: name for name in SCALING}, CORE,
                       {"`e2m1` minus `ufp4`, %": GAP}),
           "length": ("bytes per parameter", LENGTHS, CORE[:2],
@@ -738,15 +738,14 @@ def columns_of(results, model, groups):
 DOSES = GROUPS["dose"]["dose of noise"]
 
 def beyond_line(results, model, row):
-    """The weights of a row's loss error minus what the straight line of least squares
-    through the doses of noise says at the row's noise of fprop. Blank if one of them
-    diverged."""
+    """How far a row's loss error is above the straight line of least squares through
+    the doses of noise, as weights. Blank if one of these runs diverged."""
     fprop = results.fprop(model)
     if not {row, *DOSES} <= set(fprop):
         return ""
     noises = [fprop[dose][1] for dose in DOSES]
-    here = 1 / len(DOSES) + (fprop[row][1] - np.mean(noises)) * slopes(noises)
-    weights = dict(zip(DOSES, -here))
+    off = fprop[row][1] - np.mean(noises)       # the line: mean error + off * slope
+    weights = dict(zip(DOSES, -1 / len(DOSES) - off * slopes(noises)))
     weights[row] = weights.get(row, 0) + 1
     return on(model, weights)
 
