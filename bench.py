@@ -491,7 +491,7 @@ def run_all(args, jobs):
     futures = {}
     with (concurrent.futures.ThreadPoolExecutor(args.jobs) as pool,
           tqdm(total=sum(job.steps for job in jobs), unit=" steps") as bar):
-        # bf16 first and late rows last: what a row starts from is in the queue before it
+        # bf16 first, late rows last: what a row starts from is in the queue before it
         for job in sorted(jobs, key=lambda job: (job.row != "bf16",
                                                  "-late-" in job.row)):
             together = first if job.row == "bf16" else len(jobs) - first
@@ -538,8 +538,8 @@ def slopes(x):
     return off / (off ** 2).sum()
 
 def doubling(sizes, effect):
-    """By how much an effect {row: weight} grows when a model's size doubles, as weights.
-    sizes: {model: size}."""
+    """By how much an effect {row: weight} grows when a model's size doubles, as
+    weights. sizes: {model: size}."""
     return {(model, row): slope * weight
             for model, slope in zip(sizes, slopes(np.log2([*sizes.values()])))
             for row, weight in effect.items()}
@@ -751,16 +751,15 @@ def beyond_line(results, model, row):
 
 def series_table(results, study):
     """A line a model; then all dense sizes, or the growth for each doubling."""
-    what, labels, rows, effects = SERIES[study]
-    sizes, lines = {}, []
-    for name, label in labels.items():
-        if (name, "ufp4") not in results.errors:
-            continue
-        sizes[name] = label
+    what, sizes, rows, effects = SERIES[study]
+    sizes = {name: size for name, size in sizes.items()
+             if (name, "ufp4") in results.errors}
+    lines = []
+    for name, size in sizes.items():
         loss, half = interval([r["loss"] for r in results.runs
                                if (r["model"], r["row"]) == (name, "bf16")])
         m = results.models[name]
-        lines.append([str(label), f"{m['parameters'] / 1e6:.2f}",
+        lines.append([str(size), f"{m['parameters'] / 1e6:.2f}",
                       f"{m['bytes'] / 1e6:.1f}",
                       f"{loss:.3f}" + (f" ± {half:.3f}" if half else ""),
                       *({(name, row): 1} for row in rows),
@@ -819,9 +818,9 @@ def draw_causes(fig, results, model, rows):
     for row in sorted(rows, key=lambda row: fprop[row][2]):     # by loss error
         points.setdefault(fprop[row], []).append(row)
     for i, ((slope, noise, error), names) in enumerate(points.items()):
-        _, half = results.contrast({(model, names[0]): 1})
-        color, first = color_of(names[0]), names[0]
-        dose = "-noise-" in first or "-slope-" in first
+        first = names[0]
+        _, half = results.contrast({(model, first): 1})
+        color, dose = color_of(first), "-noise-" in first or "-slope-" in first
         for ax, x, other in ((left, noise, "-slope-"), (right, 1 - slope, "-noise-")):
             if other in first:
                 continue
