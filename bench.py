@@ -17,7 +17,6 @@
     python bench.py cpu         what emulation takes on this CPU (4 min)
     python bench.py dispatch    what the kernels compile to on GPUs not here (5 min)
     python bench.py kernels     their speed on this GPU, against copying and cuBLAS
-    python bench.py plan        size and cost of a run of train.py
     python bench.py runs        your own runs of train.py, as a table and as curves
     python bench.py train       train.py with the recipes below besides its own
     python bench.py readme      the pages' tables and figures again, from the records
@@ -35,8 +34,6 @@ import collections
 import concurrent.futures
 import functools
 import importlib
-import io
-import itertools
 import json
 import math
 import os
@@ -50,9 +47,8 @@ import time
 import types
 import warnings
 import zlib
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Callable
 
 import train                        # before torch: it sets how CPU threads wait
 
@@ -63,12 +59,11 @@ from tqdm import tqdm
 
 import ufp4
 from data.prepare import prepare, read_tokens, vocabulary
-from ufp4 import FORMATS, GEMMS, OPERANDS, RECIPES, Quantizer, Recipe
+from ufp4 import FORMATS, GEMMS, RECIPES, Quantizer, Recipe
 
 HERE = Path(__file__).resolve().parent
 RECORDS, OUT = HERE / "data" / "results", HERE / "out" / "bench"
 PAGES = (HERE / "README.md", RECORDS / "README.md")
-results_go_to = OUT                 # or RECORDS, with --record
 
 # ---- Records, tables and figures ----
 
@@ -98,16 +93,17 @@ def print_table(rows):
         print("  ".join(map(str.ljust, row, widths)).rstrip())
     print()
 
-def finish(name, tables, results=None):
+def finish(args, name, tables, more={}):
     """Print the tables {marker in a page: rows of text, the head first}. Save them with
-    what is behind them as NAME.json."""
+    what is behind them as NAME.json. Returns the folder that it is in."""
     for rows in tables.values():
         print_table(rows)
-    results = {**(results or {}), "machine": machine(), "tables": tables}
-    save(results_go_to / f"{name}.json", results)
-    if results_go_to == RECORDS:
+    folder = RECORDS if args.record else OUT
+    save(folder / f"{name}.json", {**more, "machine": machine(), "tables": tables})
+    if args.record:
         fill_pages()
-    print(f"saved in {results_go_to}")
+    print(f"saved in {folder}")
+    return folder
 
 def fill_pages():
     """Put the tables of the records into the pages, between <!-- NAME --> and
@@ -117,8 +113,6 @@ def fill_pages():
         tables |= json.loads(path.read_text()).get("tables", {})
 
     def block(found):
-        if found[1] not in tables:
-            raise ValueError(f"no record in {RECORDS} has a table {found[1]}")
         head, *rows = tables[found[1]]
         lines = ["| " + " | ".join(row) + " |"
                  for row in (head, ["---"] * len(head), *rows)]
@@ -128,14 +122,6 @@ def fill_pages():
         page.write_text(re.sub(r"<!-- (\S+) -->\n.*?<!-- /\1 -->", block,
                                page.read_text(), flags=re.S))
 
-def bench_readme(args):
-    """Make the pages' tables and figures anew, without measuring."""
-    results = Results(read("runs"))
-    draw_studies(results, RECORDS, ["loss", "dose"])
-    figure(RECORDS / "sqnr.png", (10, 6), draw_sqnr, read("sqnr")["medians"])
-    figure(RECORDS / "hero.png", (8.75, 4.9), draw_hero, results)
-    fill_pages()
-
 def text(measured, digits=2):
     """(mean, half-width of its interval) as a cell in %; blank for None."""
     if measured is None:
@@ -144,48 +130,15 @@ def text(measured, digits=2):
     cell = f"{round(100 * mean, digits) + 0.0:.{digits}f}"      # + 0.0: not "-0.00"
     return cell if half is None else f"{cell} ± {100 * half:.{digits}f}"
 
-def spread(values, form="{:.2f}"):
-    """Median (smallest to largest) as a cell."""
-    middle, low, high = (form.format(f(values)) for f in (statistics.median, min, max))
-    return f"{middle} ({low} to {high})"
-
-def interleaved(functions, rounds):
-    """The milliseconds of each call of each function, called in turns. Two calls of
-    each to warm up are left out."""
-    times = [[] for _ in functions]
-    for _ in range(rounds + 2):
-        for ms, f in zip(times, functions):
-            start = time.perf_counter()
-            f()
-            ms.append(1e3 * (time.perf_counter() - start))
-    return [ms[2:] for ms in times]
-
-COLORS = {"BF16": "#7f7f7f", "E1M2": "#1f77b4", "E2M1": "#d62728",
-          "E1M2 and E2M1": "#8a4fb5", "other": "#2a8c4a"}
-
-def kind_of(recipe):
-    """The key of COLORS for a recipe: the grids that it rounds to."""
-    names = {"e2m1": "E2M1", "e1m2": "E1M2", "int4": "E1M2"}
-    quantizers = [recipe.quantizer(o, g) for o in OPERANDS for g in GEMMS]
-    formats = {fmt for q in quantizers for fmt in (q.fmt, getattr(q, "other", None))}
-    kinds = {names.get(fmt.name[:4], "other") for fmt in formats if fmt is not None}
-    kind = " and ".join(sorted(kinds)) or "BF16"
-    return kind if kind in COLORS else "other"
-
 def figure(path, size, draw, *given):
-    """draw(fig, *given) on a figure of (width, height) inches, into a PNG file. With a
-    palette in place of full colours the file has a third of the size."""
+    """draw(fig, *given) on a figure of (width, height) inches, into a file."""
     import matplotlib
     from matplotlib.figure import Figure
-    from PIL import Image                       # which matplotlib requires
-    look = {"font.size": 12, "axes.titlesize": 12, "legend.fontsize": 11,
-            "figure.titlesize": 13, "axes.spines.top": False,
-            "axes.spines.right": False}
-    with matplotlib.rc_context(look):
+    with matplotlib.rc_context({"font.size": 12, "axes.titlesize": 12,
+                                "axes.spines.top": False, "axes.spines.right": False}):
         fig = Figure(figsize=size, layout="constrained")
         draw(fig, *given)
-        fig.savefig(picture := io.BytesIO(), dpi=160)
-    Image.open(picture).convert("RGB").quantize(128).save(path, optimize=True)
+        fig.savefig(path, dpi=120)
     print(f"figure: {os.path.relpath(path)}")
 
 # ---- Experiments: recipes beside those of ufp4.py ----
@@ -204,10 +157,10 @@ class Choosing(Quantizer):
         x = Quantizer(None, signs=self.signs)(x)        # rotated, if there are signs
         errors, results = [], []
         for fmt in (self.fmt, self.other):
-            nearest = Quantizer(fmt, self.scale, self.block)(x)
-            error = (nearest - x).double().square().unflatten(-1, (-1, self.block))
+            q = Quantizer(fmt, self.scale, self.block)
+            error = (q(x) - x).double().square().unflatten(-1, (-1, self.block))
             errors.append(error.sum(-1, keepdim=True))
-            q = Quantizer(fmt, self.scale, self.block, stochastic=self.stochastic)
+            q.stochastic = self.stochastic
             results.append(q(x, rand).unflatten(-1, (-1, self.block)))
         return torch.where(errors[1] < errors[0], results[1], results[0]).flatten(-2)
 
@@ -241,50 +194,47 @@ class Noisy(Quantizer):
 
 @dataclass
 class Experiment(Recipe):
-    """A recipe with other quantizers: change(quantizer, operand, gemm) makes them."""
-    change: Callable = None
+    """A recipe with another quantizer in some places: in GEMMs, or for pairs of an
+    operand and a GEMM. Its class is `kind`, and it has the fields in `given`."""
+    places: tuple = GEMMS
+    kind: type = Quantizer
+    given: dict = None
 
     def quantizer(self, operand, gemm):
-        return self.change(super().quantizer(operand, gemm), operand, gemm)
+        q = super().quantizer(operand, gemm)
+        if gemm in self.places or (operand, gemm) in self.places:
+            q = self.kind(**vars(q) | self.given)
+        return q
 
-def experiment(name, like, change):
-    given = {f.name: getattr(RECIPES[like], f.name) for f in fields(Recipe)}
-    RECIPES[name] = Experiment(**given | {"name": name}, change=change)
+def experiment(name, like, places=GEMMS, kind=Quantizer, **given):
+    """Add such a recipe to RECIPES."""
+    copied = {f.name: getattr(RECIPES[like], f.name) for f in fields(Recipe)}
+    RECIPES[name] = Experiment(**copied | {"name": name}, places=places, kind=kind,
+                               given=given)
 
 # A block's maximum goes to 6 or to 4, as in arXiv 2512.02010
-experiment("four-over-six", "e2m1",
-           lambda q, operand, gemm: Choosing(**vars(q), other=FORMATS["e2m1-max4"]))
+experiment("four-over-six", "e2m1", kind=Choosing, other=FORMATS["e2m1-max4"])
 # A block in E2M1 or in E1M2, as in arXiv 2605.31035
-experiment("mixfp4", "e2m1",
-           lambda q, operand, gemm: Choosing(**vars(q), other=ufp4.E1M2))
+experiment("mixfp4", "e2m1", kind=Choosing, other=ufp4.E1M2)
 # E2M1 that does not shrink, and E1M2 that shrinks as E2M1 does on Gaussian data
-experiment("e2m1-debiased", "e2m1-full-rht",
-           lambda q, operand, gemm: Sloped(**vars(q), slope=1.0))
-experiment("ufp4-shrunk", "ufp4",
-           lambda q, operand, gemm: Sloped(**vars(q), slope=0.996))
-for one in GEMMS:
-    experiment(f"ufp4-{one}-in-e2m1", "ufp4", lambda q, operand, gemm, one=one:
-               replace(q, fmt=ufp4.E2M1) if gemm == one else q)
+experiment("e2m1-debiased", "e2m1-full-rht", kind=Sloped, slope=1.0)
+experiment("ufp4-shrunk", "ufp4", kind=Sloped, slope=0.996)
+for gemm in GEMMS:
+    experiment(f"ufp4-{gemm}-in-e2m1", "ufp4", (gemm,), fmt=ufp4.E2M1)
 # Doses: more noise in fprop; a smaller slope in fprop, or wherever rounding is to
 # nearest
 for times in (1.25, 1.5, 2, 3):
-    experiment(f"ufp4-noise-{times}", "ufp4", lambda q, operand, gemm, times=times:
-               Noisy(**vars(q), times=times) if gemm == "fprop" else q)
+    experiment(f"ufp4-noise-{times}", "ufp4", ("fprop",), Noisy, times=times)
 for slope in (0.996, 0.98, 0.95, 0.9):
-    experiment(f"ufp4-slope-{slope}", "ufp4", lambda q, operand, gemm, slope=slope:
-               Sloped(**vars(q), slope=slope) if gemm == "fprop" else q)
+    experiment(f"ufp4-slope-{slope}", "ufp4", ("fprop",), Sloped, slope=slope)
 for slope in (0.98, 0.9):
-    experiment(f"ufp4-slope-{slope}-all", "ufp4", lambda q, operand, gemm, slope=slope:
-               Sloped(**vars(q), slope=slope))
+    experiment(f"ufp4-slope-{slope}-all", "ufp4", kind=Sloped, slope=slope)
 # SR for one operand of one GEMM more than dY
 for like in ("ufp4", "e2m1"):
-    for one in (("x", "wgrad"), ("w", "dgrad")):
-        experiment(f"{like}-sr-dy-{'-'.join(one)}", like,
-                   lambda q, operand, gemm, one=one:
-                   replace(q, stochastic=True) if (operand, gemm) == one else q)
+    for place in (("x", "wgrad"), ("w", "dgrad")):
+        experiment(f"{like}-sr-dy-{'-'.join(place)}", like, (place,), stochastic=True)
 # A rotation without random signs
-experiment("ufp4-no-signs", "ufp4",
-           lambda q, operand, gemm: replace(q, signs=torch.ones(16)))
+experiment("ufp4-no-signs", "ufp4", signs=torch.ones(16))
 
 class NoNorm(nn.RMSNorm):
     """Stands for a norm: times a constant, which nothing divides out again. With 7 a
@@ -302,18 +252,6 @@ def sized(preset, layers, dim, heads, hidden, steps):
     return (f"--model {preset} --layers {layers} --dim {dim} --heads {heads} "
             f"--hidden {hidden} --steps {steps} --lr {lr:.3g}").split()
 
-# The models of the paper, for `plan`. It gives their numbers of parameters; the rest is
-# our choice
-PAPER = dict(layers=24, dim=2048, heads=16, hidden=6016, experts=0, top_k=0,
-             seq_len=4096, batch_size=256, steps=30_000, lr=4e-4, warmup=2000,
-             data="fineweb")
-train.PRESETS |= {
-    "dense-1.5b": PAPER,
-    "moe-7.9b": dict(PAPER, dim=2400, heads=25, hidden=320, experts=128, top_k=8,
-                     batch_size=512, steps=50_000, lr=3e-4),
-    "moe-124b": dict(PAPER, layers=30, dim=4096, heads=32, hidden=1024, experts=320,
-                     top_k=6, batch_size=2048, steps=60_000, lr=2e-4)}
-
 # By kind, and by how many parameters a token uses. They read 20 bytes per parameter
 MODELS = {"nano": ["--model", "nano"],
           "dense-0.1m": sized("nano", 2, 64, 2, 176, 1303),
@@ -321,13 +259,19 @@ MODELS = {"nano": ["--model", "nano"],
           "dense-0.9m": sized("nano", 4, 128, 4, 352, 8491),
           "moe-0.3m": sized("nano-moe", 2, 96, 3, 64, 2675)}
 # dense-0.3m once more, all of its rows on one machine; and without norms
-MODELS["cause-0.3m"] = MODELS["no-norms-0.3m"] = MODELS["dense-0.3m"]
-# The same with 2, 6 and 60 bytes per parameter
-for length, steps in ((2, 264), (6, 793), (60, 7934)):
-    MODELS[f"dense-0.3m-{length}"] = sized("nano", 2, 96, 3, 256, steps)
-# By the number of blocks. All read the same text
-for blocks in (2, 4, 8, 16, 32):
-    MODELS[f"depth-{blocks}"] = sized("nano", blocks, 64, 2, 176, 800)
+MODELS["cause-0.3m"] = MODELS["dense-0.3m"]
+MODELS["no-norms-0.3m"] = sized("no-norms", 2, 96, 3, 256, 2645)
+train.PRESETS["no-norms"] = train.NANO
+SCALING = ("dense-0.1m", "dense-0.3m", "dense-0.9m", "moe-0.3m")
+# {model: bytes per parameter}
+LENGTHS = {"dense-0.3m-2": 2, "dense-0.3m-6": 6, "dense-0.3m": 20, "dense-0.3m-60": 60}
+MODELS["dense-0.3m-2"] = sized("nano", 2, 96, 3, 256, 264)
+MODELS["dense-0.3m-6"] = sized("nano", 2, 96, 3, 256, 793)
+MODELS["dense-0.3m-60"] = sized("nano", 2, 96, 3, 256, 7934)
+# {model: blocks}. All read the same text
+DEPTHS = {f"depth-{blocks}": blocks for blocks in (2, 4, 8, 16, 32)}
+for name, blocks in DEPTHS.items():
+    MODELS[name] = sized("nano", blocks, 64, 2, 176, 800)
 
 # A row of a table: its name, and what train.py is told. A recipe's own name needs none
 ROWS = {"ufp4-rht-none": "--recipe ufp4 --rht none",
@@ -351,95 +295,95 @@ ROWS = {"ufp4-rht-none": "--recipe ufp4 --rht none",
         "lr-0.006": "--recipe bf16 --lr 0.006"}
 
 # What might lower a recipe's loss error, and the share of the GEMMs' work in the blocks
-# that stays in 4 bits. What is late is so in the last sixth of the run, after the same
-# recipe without it
+# that stays in 4 bits. A late change is made for the last sixth of the run
 HELP = {"fprop-bf16": ("--gemms dgrad,wgrad", "2/3"),
         "late-fprop-bf16": ("--gemms dgrad,wgrad", "17/18"),
         "late-bf16": ("--recipe bf16", "5/6"),
         "last-block-bf16": ("--keep-bf16 1", "1/2"),
         "first-block-bf16": ("--keep-bf16 -1", "1/2")}
-HELPED = {f"{recipe}-{what}": recipe for recipe in ("ufp4", "nvfp4") for what in HELP}
-for row, recipe in HELPED.items():
-    ROWS[row] = f"--recipe {recipe} {HELP[row.removeprefix(recipe + '-')][0]}"
+# {recipe: {row: its flags and share}}
+HELPED = {recipe: {f"{recipe}-{what}": of for what, of in HELP.items()}
+          for recipe in ("ufp4", "nvfp4")}
+for recipe, rows in HELPED.items():
+    ROWS |= {row: f"--recipe {recipe} {flags}" for row, (flags, _) in rows.items()}
 
 def row_flags(row):
     return ROWS.get(row, f"--recipe {row}").split()
 
-def kind_of_row(row):
-    return kind_of(train.make_recipe(train.parse_args(row_flags(row))))
+def is_row(name):
+    return name in ROWS or name in RECIPES
+
+COLORS = {"e1m2": "#1f77b4", "int4": "#1f77b4", "e2m1": "#d62728"}
+
+def color_of(row):
+    """The color of a row in figures, by the grid that it rounds to in fprop."""
+    recipe = train.make_recipe(train.parse_args(row_flags(row)))
+    fmt = recipe.quantizer("x", "fprop").fmt
+    return COLORS.get(fmt and fmt.name[:4], "#2a8c4a")
 
 # {format: its row with the RHT on wgrad alone, and with the RHT on all three GEMMs}
-TWO_BY_TWO = {"E2M1": ("e2m1", "e2m1-full-rht"), "E1M2": ("ufp4-rht-wgrad", "ufp4")}
+TWO_BY_TWO = {"e2m1": ("e2m1", "e2m1-full-rht"), "e1m2": ("ufp4-rht-wgrad", "ufp4")}
 # With the RHT on all three GEMMs: E2M1, which shrinks or does not, and E1M2
 CAUSES = ("e2m1-full-rht", "e2m1-debiased", "ufp4-shrunk", "ufp4")
 CORE = ("ufp4", "e2m1", "e2m1-full-rht", "nvfp4")
-# {study: {what some rows have in common: the rows}}
+
+# {study: {what some rows have in common: the rows}}. They are compared with `ufp4`, or
+# with what they have in common, if that is the name of a row
 GROUPS = {
+    "quick": {"": sum(TWO_BY_TWO.values(), ())},
     "loss": {"the method": ("ufp4", "ufp4-int4"), "E2M1": ("e2m1", "e2m1-full-rht"),
              "the method, other scales": ("ufp4-e4m3", "ufp4-mx"),
              "a standard": ("nvfp4", "mxfp4"),
              "a choice by block": ("four-over-six", "mixfp4")},
     "ablate": {"the pair": ("ufp4", "e2m1"),
-               "RHT on": tuple(row for row in ROWS if "-rht-" in row),
-               "SR on": tuple(row for row in ROWS if "-sr-" in row),
+               "RHT on": ("ufp4-rht-none", "ufp4-rht-wgrad", "ufp4-rht-dgrad-wgrad",
+                          "ufp4-rht-fprop-wgrad"),
+               "SR on": ("ufp4-sr-none", "ufp4-sr-x-dy", "ufp4-sr-x-w-dy"),
                "grid, slope": CAUSES[:3],
                "one GEMM in E2M1": tuple(f"ufp4-{gemm}-in-e2m1" for gemm in GEMMS),
-               "range of E2M1": ("e2m1-max2", "e2m1-max3", "e2m1-max4")}}
-ABLATED = sum(GROUPS["ablate"].values(), ())
-GROUPS["dose"] = {
-    "dose of noise": ("ufp4", *(f"ufp4-noise-{dose}" for dose in (1.25, 1.5, 2, 3))),
-    "slope in fprop": tuple(f"ufp4-slope-{dose}" for dose in (0.996, 0.98, 0.95, 0.9)),
-    "slope in all three GEMMs": ("ufp4-slope-0.98-all", "ufp4-slope-0.9-all"),
-    "recipe": ("e2m1", "e2m1-full-rht", "ufp4-rht-wgrad", "nvfp4")}
-# {study: {row: (the recipe that it changes, the paper's verdict on the change or the
-# share of the GEMMs' work in the blocks that stays in 4 bits)}}
-COMPARED = {
-    "search": {"e2m1-rht-none": ("e2m1", "worse"),
-               "e2m1-rht-dgrad-wgrad": ("e2m1", "worse in the end"),
-               "e2m1-rht-fprop-wgrad": ("e2m1", "worse"),
-               "e2m1-full-rht": ("e2m1", "worse"),
-               "ufp4-rht-wgrad": ("ufp4", "worse"),
-               "ufp4-rht-block-32": ("ufp4", "alike"),
-               "ufp4-no-signs": ("ufp4", ""),
-               "e2m1-sr-none": ("e2m1", "worse"),
-               "e2m1-sr-dy-x-wgrad": ("e2m1", "a little worse"),
-               "e2m1-sr-dy-w-dgrad": ("e2m1", "a little worse"),
-               "ufp4-sr-none": ("ufp4", "worse"),
-               "ufp4-sr-dy-x-wgrad": ("ufp4", ""),
-               "ufp4-sr-dy-w-dgrad": ("ufp4", ""),
-               "e2m1-max-4": ("e2m1", "worse")},
-    "help": {row: (recipe, HELP[row.removeprefix(recipe + "-")][1])
-             for row, recipe in HELPED.items()} | {"ufp4-e4m3": ("ufp4", "1")}}
+               "range of E2M1": ("e2m1-max2", "e2m1-max3", "e2m1-max4")},
+    "dose": {"dose of noise": ("ufp4", "ufp4-noise-1.25", "ufp4-noise-1.5",
+                               "ufp4-noise-2", "ufp4-noise-3"),
+             "slope in fprop": ("ufp4-slope-0.996", "ufp4-slope-0.98",
+                                "ufp4-slope-0.95", "ufp4-slope-0.9"),
+             "slope in all three GEMMs": ("ufp4-slope-0.98-all", "ufp4-slope-0.9-all"),
+             "recipe": ("e2m1", "e2m1-full-rht", "ufp4-rht-wgrad", "nvfp4")},
+    "search": {"e2m1": ("e2m1", "e2m1-rht-none", "e2m1-rht-dgrad-wgrad",
+                        "e2m1-rht-fprop-wgrad", "e2m1-full-rht", "e2m1-max-4",
+                        "e2m1-sr-none", "e2m1-sr-dy-x-wgrad", "e2m1-sr-dy-w-dgrad"),
+               "ufp4": ("ufp4", "ufp4-rht-wgrad", "ufp4-rht-block-32", "ufp4-no-signs",
+                        "ufp4-sr-none", "ufp4-sr-dy-x-wgrad", "ufp4-sr-dy-w-dgrad")},
+    "help": {"ufp4": ("ufp4", *HELPED["ufp4"], "ufp4-e4m3"),
+             "nvfp4": ("nvfp4", *HELPED["nvfp4"])},
+    "scratch": {"ufp4-scratch": ("ufp4-scratch", "e2m1-scratch")},
+    "lr": {"bf16": ("lr-0.00212", "lr-0.00849", "lr-0.0015", "lr-0.006")}}
+# {study: its rows}
+ALL = {study: sum(groups.values(), ()) for study, groups in GROUPS.items()}
+
 # {study: {model: rows}}
 STUDIES = {
-    "quick": {"nano": sum(TWO_BY_TWO.values(), ())},
-    "loss": {"dense-0.3m": sum(GROUPS["loss"].values(), ())},
-    "ablate": {"dense-0.3m": ABLATED[:7] + CAUSES[:3], "nano": ABLATED},
-    "scaling": dict.fromkeys(("dense-0.1m", "dense-0.3m", "dense-0.9m", "moe-0.3m"),
-                             CORE),
-    "length": dict.fromkeys(("dense-0.3m-2", "dense-0.3m-6", "dense-0.3m",
-                             "dense-0.3m-60"), CORE[:2]),
-    # Written down before the runs: if shrinkage compounds over layers, as the paper
-    # says, the effect of shrinking is positive and grows with depth, so that at 32
-    # blocks its interval is above the one at 2. If the residual stream and its norms
-    # undo it, the effect is within 0.05% of zero at each depth. An interval wider than
-    # 0.1% at 32 blocks would leave the question open.
-    "depth": {name: CAUSES for name in MODELS if name.startswith("depth")},
-    # Written down before the runs. If noise of fprop is the cause, the loss error grows
-    # with the dose, in a straight line, and the line predicts each recipe within its
-    # interval. If it is not, the doses cost nothing, or the recipes are far from the
-    # line. If shrinkage is a cause, the loss error grows with 1 - slope from the first
-    # dose on. If norms and the other weights undo it, slopes down to 0.9 cost nothing
-    # in fprop. In between, the first dose that costs more than its interval says how
-    # much a tensor may shrink. In dgrad and wgrad a slope below 1 scales gradients,
-    # which AdamW divides out again, so all three GEMMs should be like fprop alone.
-    "dose": {"cause-0.3m": sum(GROUPS["dose"].values(), ())},
-    # Without norms the same slopes cost more, if it is the norms that undo them.
+    "quick": {"nano": ALL["quick"]},
+    "loss": {"dense-0.3m": ALL["loss"]},
+    "ablate": {"dense-0.3m": (*ALL["ablate"][:7], *CAUSES[:3]), "nano": ALL["ablate"]},
+    "scaling": dict.fromkeys(SCALING, CORE),
+    "length": dict.fromkeys(LENGTHS, CORE[:2]),
+    # Written down before the runs: if shrinkage compounds over layers, its effect grows
+    # with depth, so that at 32 blocks its interval is above the one at 2. If norms undo
+    # it, the effect is within 0.05% of zero at each depth. An interval wider than 0.1%
+    # at 32 blocks would leave the question open.
+    "depth": dict.fromkeys(DEPTHS, CAUSES),
+    # Written down before the runs: if noise of fprop is the cause, the loss error grows
+    # with its dose in a straight line, which predicts each recipe within its interval.
+    # If shrinkage is, the loss error grows with 1 - slope from the first dose on. If
+    # norms undo it, slopes down to 0.9 in fprop cost nothing. In dgrad and wgrad a
+    # slope scales gradients, which AdamW divides out again.
+    "dose": {"cause-0.3m": ALL["dose"]},
+    # If it is norms that undo shrinkage, the same slopes cost more without them.
     "norms": dict.fromkeys(("cause-0.3m", "no-norms-0.3m"),
                            ("ufp4", "ufp4-slope-0.98", "ufp4-slope-0.9")),
-    "search": {"cause-0.3m": ("ufp4", "e2m1", *COMPARED["search"])},
-    "help": {"cause-0.3m": ("ufp4", "nvfp4", *COMPARED["help"])},
-    "scratch": {"dense-0.3m": ("ufp4-scratch", "e2m1-scratch")},
+    "search": {"cause-0.3m": ALL["search"]},
+    "help": {"cause-0.3m": ALL["help"]},
+    "scratch": {"dense-0.3m": ALL["scratch"]},
     "lr": {"dense-0.1m": ("lr-0.00212", "lr-0.00849"),
            "dense-0.9m": ("lr-0.0015", "lr-0.006")}}
 
@@ -454,51 +398,51 @@ class Job:
 
     A row trains the last third of the steps, from a checkpoint of the bf16 run with its
     seed. This cancels most of what differs from seed to seed by chance. A late row
-    trains the last sixth, after the recipe that it helps."""
+    trains the last sixth, from a checkpoint of the recipe that it changes. Rows of
+    `study lr` and `study scratch` train all steps."""
 
     def __init__(self, args, model, row, seed):
         self.key = self.model, self.row, self.seed = model, row, seed
-        self.flags = [*MODELS[model], *row_flags(row), "--seed", str(seed), *args.train]
-        s = train.parse_args(self.flags)
+        flags = [*MODELS[model], *row_flags(row), "--seed", str(seed), *args.train]
+        s = train.parse_args(flags)
         # A recipe from --with is trained again when its file has changed
         name = f"{model}-{row}{args.versions.get(row, '')}-s{seed}"
         self.folder = args.runs / name
-        self.whole = row == "bf16" or row.startswith("lr-") or row.endswith("-scratch")
-        late, starts = "-late-" in row, (2 * s.steps // 3, 5 * math.ceil(s.steps / 6))
-        self.after = HELPED[row] if late else "bf16"
-        self.first = 0 if self.whole else starts[late]
+        # The step at which the last third begins, and the last sixth
+        third, sixth = 2 * s.steps // 3, 5 * math.ceil(s.steps / 6)
+        self.after, self.first = "bf16", third
+        if "-late-" in row:
+            self.after, self.first = row.split("-late-")[0], sixth
+        if row in ("bf16", *ALL["lr"], *ALL["scratch"]):
+            self.after, self.first = None, 0
         self.steps = s.steps - self.first               # its own
         self.branch = (args.runs / f"{model}-{self.after}-s{seed}"
                        / f"ckpt-{self.first:07d}")
-        # The checkpoint that other rows start from
-        kept = starts[0] if row == "bf16" else starts[1]
-        self.kept = self.folder / f"ckpt-{kept:07d}"
-        self.keeps = row == "bf16" or row in HELPED.values()
+        # Rows that others start from keep that checkpoint
+        save_at = third if row == "bf16" else sixth
+        keeps = row in ("bf16", *HELPED)
+        self.kept = self.folder / f"ckpt-{save_at:07d}" if keeps else None
         # It validates once, at the end: on the whole text, and in `quick` on a quarter
         windows = (len(read_tokens(prepare(s.data).val[0])) - 1) // s.seq_len
         if "quick" in args.studies:
             windows = max(1, windows // 4)
-        self.more = [*f"--sample 0 --eval-interval 1000000 --eval-windows {windows} "
-                     f"--save-interval {kept} --out".split(), str(self.folder)]
+        self.flags = [*f"--sample 0 --eval-interval 1000000 --eval-windows {windows} "
+                      f"--save-interval {save_at} --out".split(), str(self.folder),
+                      *flags]
 
     def command(self, file):
         """The command line: the one place that knows how train.py is called."""
-        flags = [*self.more, *self.flags]
-        if file:
-            flags += ["--with", str(file)]
+        flags = ["--with", str(file)] if file else []
         if train.checkpoints(self.folder):              # an earlier command was stopped
             flags += ["--resume", str(self.folder)]
-        elif not self.whole:
+        elif self.after:
             flags += ["--resume", str(self.branch)]
-        if self.model.startswith("no-norms"):
-            flags += ["--no-norms"]
-        return [sys.executable, __file__, "train", *flags]
+        return [sys.executable, __file__, "train", *self.flags, *flags]
 
     def result(self):
-        """What the run has left, or None. Of some that is a checkpoint, too."""
+        """What the run has left, or None."""
         path = self.folder / "result.json"
-        if path.exists() and (self.kept.exists() or not self.keeps):
-            return json.loads(path.read_text())
+        return json.loads(path.read_text()) if path.exists() else None
 
     def done(self):
         """How many of its steps are done."""
@@ -533,12 +477,12 @@ class Job:
                       "noise": last.get("noise")}
         save(self.folder / "result.json", result)
         for path in train.checkpoints(self.folder):
-            if not (self.keeps and path == self.kept):
+            if path != self.kept:
                 shutil.rmtree(path)
 
 def run_all(args, jobs):
-    """Run all jobs, args.jobs at a time, the bf16 runs first. A row waits for its bf16
-    run. If one fails, the others go on."""
+    """Run all jobs, args.jobs at a time, the bf16 runs first. A row waits for the run
+    that it starts from. If one fails, the others go on."""
     first = sum(job.row == "bf16" for job in jobs)
     there = sum(bool(job.result()) for job in jobs)
     if there:
@@ -547,8 +491,9 @@ def run_all(args, jobs):
     futures = {}
     with (concurrent.futures.ThreadPoolExecutor(args.jobs) as pool,
           tqdm(total=sum(job.steps for job in jobs), unit=" steps") as bar):
+        # bf16 first, late rows last: what a row starts from is in the queue before it
         for job in sorted(jobs, key=lambda job: (job.row != "bf16",
-                                                 job.after != "bf16")):
+                                                 "-late-" in job.row)):
             together = first if job.row == "bf16" else len(jobs) - first
             threads = max(1, os.cpu_count() // min(args.jobs, together))
             before = futures.get((job.model, job.after, job.seed))
@@ -586,13 +531,17 @@ def on(model, weights):
     """{row: weight} on a model, as {(model, row): weight}."""
     return {(model, row): weight for row, weight in weights.items()}
 
+def slopes(x):
+    """How much each y counts in the slope of the straight line of least squares through
+    the points (x, y)."""
+    off = np.array(x) - np.mean(x)
+    return off / (off ** 2).sum()
+
 def doubling(sizes, effect):
-    """The weights of how much an effect {row: weight} grows when the size of {model:
-    size} doubles: the slope of a straight line by least squares."""
-    doublings = np.log2(list(sizes.values()))
-    slopes = doublings - doublings.mean()
-    slopes /= (slopes ** 2).sum()
-    return {(model, row): slope * weight for model, slope in zip(sizes, slopes)
+    """By how much an effect {row: weight} grows when a model's size doubles, as
+    weights. sizes: {model: size}."""
+    return {(model, row): slope * weight
+            for model, slope in zip(sizes, slopes(np.log2([*sizes.values()])))
             for row, weight in effect.items()}
 
 class Results:
@@ -639,19 +588,23 @@ class Results:
             found += f" ({len(self.sums(weights))})"
         return found
 
-    def loss(self, model):
-        """The mean loss of bf16 and its interval."""
-        return interval([r["loss"] for r in self.runs
-                         if (r["model"], r["row"]) == (model, "bf16")])
+    def effect(self, weights):
+        """The same of a difference, with a word on what it does to the loss."""
+        mean, half = self.contrast(weights) or (None, None)
+        if mean is None:
+            return ""
+        said = "hurts" if mean > 0 else "helps"
+        if half is None or abs(mean) <= half:
+            said = "not settled"
+        return f"{'+' * (mean > 0)}{text((mean, half))}: {said}"
 
     def reduction(self, models):
-        """By what part of itself e2m1's loss error falls with ufp4: 1 - the ratio of
-        sums over the models, of each seed that has all; mean and interval. None without
-        such seeds, or if a run diverged."""
+        """By what part of itself e2m1's loss error, summed over the models, is smaller
+        with ufp4: mean over the seeds that have all, and interval."""
         ours, theirs = (self.sums({(model, row): 1 for model in models})
                         for row in ("ufp4", "e2m1"))
         parts = [1 - ours[seed] / theirs[seed] for seed in ours if seed in theirs]
-        return interval(parts) if parts and math.isfinite(sum(parts)) else None
+        return interval(parts) if parts else None
 
     def fprop(self, model):
         """{row: (slope and noise of fprop, loss error)}, means over the seeds, without
@@ -666,185 +619,163 @@ class Results:
 
 # ---- Tables: text, and weights that become cells ----
 
-# The paper's ablation of its Dense 1.5B (Q4): what a row's loss exceeds ufp4's by, in %
-PAPER = {"ufp4-rht-none": "+0.60", "ufp4-rht-wgrad": "+0.34",
-         "ufp4-rht-dgrad-wgrad": "+0.44", "ufp4-rht-fprop-wgrad": "+0.25",
-         "ufp4-sr-none": "+0.24"}
+# The last column of some studies: {study: (its head, {row: cell})}. The paper's numbers
+# are of its ablation (Q4, 1.5B parameters), its words of its search (Appendix B)
+LAST = {
+    "ablate": ("the paper, minus `ufp4`", {
+        "ufp4-rht-none": "+0.60", "ufp4-rht-wgrad": "+0.34",
+        "ufp4-rht-dgrad-wgrad": "+0.44", "ufp4-rht-fprop-wgrad": "+0.25",
+        "ufp4-sr-none": "+0.24"}),
+    "search": ("the paper", {
+        "e2m1-rht-none": "hurts", "e2m1-rht-dgrad-wgrad": "hurts in the end",
+        "e2m1-rht-fprop-wgrad": "hurts", "e2m1-full-rht": "hurts",
+        "e2m1-max-4": "hurts", "e2m1-sr-none": "hurts",
+        "e2m1-sr-dy-x-wgrad": "hurts a little", "e2m1-sr-dy-w-dgrad": "hurts a little",
+        "ufp4-rht-wgrad": "hurts", "ufp4-rht-block-32": "no change",
+        "ufp4-sr-none": "hurts"}),
+    "help": ("GEMM work in 4 bits", {"ufp4-e4m3": "1"} | {
+        row: share for rows in HELPED.values() for row, (_, share) in rows.items()})}
 GAP = {"e2m1": 1, "ufp4": -1}
 GRID = dict(zip(CAUSES, (.5, .5, -.5, -.5)))
 SHRINKING = dict(zip(CAUSES, (.5, -.5, .5, -.5)))
-# The last lines of a table of rows
+# The lines below the rows of a table
 EFFECTS = {"effect of the grid": GRID, "effect of shrinking": SHRINKING,
            "effect of shrinking, in E2M1": {"e2m1-full-rht": 1, "e2m1-debiased": -1},
            "effect of fprop without RHT": {
                "ufp4-rht-wgrad": .5, "ufp4-rht-fprop-wgrad": -.5,
                "ufp4-rht-dgrad-wgrad": .5, "ufp4": -.5},
-           "`ufp4-mx` minus `mxfp4`": {"ufp4-mx": 1, "mxfp4": -1},
-           "`e2m1`, from scratch": {"e2m1-scratch": 1, "ufp4-scratch": -1}}
-# {study: (what a line is of, its rows, its effects)}
-SERIES = {"scaling": ("model", CORE, {"`e2m1` minus `ufp4`, %": GAP}),
-          "length": ("bytes per parameter", CORE[:2], {"`e2m1` minus `ufp4`, %": GAP}),
-          "depth": ("blocks", CAUSES, {"effect of the grid, %": GRID,
-                                       "effect of shrinking, %": SHRINKING})}
-# The studies whose tables are on the evidence page
-ON_PAGES = ("loss", "ablate", *SERIES, "dose", "norms", *COMPARED, "lr")
+           "`ufp4-mx` minus `mxfp4`": {"ufp4-mx": 1, "mxfp4": -1}}
+# Studies whose tables have a line a model: {study: (head of its first column, {model:
+# name or size there}, rows with a column each, effects with a column each)}
+SERIES = {"scaling": ("model", {name: name for name in SCALING}, CORE,
+                      {"`e2m1` minus `ufp4`, %": GAP}),
+          "length": ("bytes per parameter", LENGTHS, CORE[:2],
+                     {"`e2m1` minus `ufp4`, %": GAP}),
+          "depth": ("blocks", DEPTHS, CAUSES, {"effect of the grid, %": GRID,
+                                               "effect of shrinking, %": SHRINKING})}
 
 def table(results, head, lines):
-    """Rows of text, but for empty rows and columns. Weights become a cell."""
+    """Rows of text. Weights become a cell. Left out are columns without a cell, and
+    lines without one after their name and group."""
     rows = [[results.cell(cell) if isinstance(cell, dict) else cell for cell in line]
             for line in lines]
     rows = [head, *(row for row in rows if any(row[2:]))]
     columns = [column for column in zip(*rows) if any(column[1:])]
     return [list(row) for row in zip(*columns)]
 
-def tables_of(results, studies=ON_PAGES, rows=None):
+def tables_of(results, studies=STUDIES, rows=None):
     """{marker in a page: table} of what was measured. `rows` replace the studies'."""
     tables = {}
-    for study, models, groups in groups_of(results, studies, rows):
-        tables[study] = rows_table(results, models, groups)
     for study in studies:
         if study in SERIES and not rows:
             tables[study] = series_table(results, study)
-        if study in COMPARED and not rows:
-            tables[study] = compared_table(results, study)
-    if "lr" in studies:
-        tables["lr"] = table(
-            results, ["model", "learning rate", "more loss, % (seeds)"],
-            [[model, row[3:], {(model, row): 1}] for model, of in STUDIES["lr"].items()
-             for row in of if (model, row) in results.errors])
+        else:
+            tables[study] = rows_table(results, study, groups_of(study, rows))
     for name, model in (("two-by-two", "dense-0.3m"), ("two-by-two-nano", "nano")):
-        if has_two_by_two(results, model):
+        if all((model, row) in results.errors for row in ALL["quick"]):
             tables[name] = two_by_two_table(results, model)
     return {name: table for name, table in tables.items() if len(table) > 1}
 
-def groups_of(results, studies, rows):
-    """[(study, models, {what some rows have in common: rows})] of the tables that have
-    a line a row, as far as there are runs."""
-    found = []
-    for study in studies:
-        models = [m for m in STUDIES[study] if (m, "bf16") in results.errors]
-        if models and (rows or study not in (*SERIES, *COMPARED, "lr")):
-            groups = {"": rows} if rows else GROUPS.get(study)
-            found.append((study, models, groups or {"": STUDIES[study][models[0]]}))
-    return found
+def groups_of(study, rows=None):
+    """{row: its group} of a study, or of `rows` instead of its own."""
+    if rows or study not in GROUPS:
+        return dict.fromkeys(rows or sum(STUDIES[study].values(), ()), "")
+    return {row: group for group, of in GROUPS[study].items() for row in of}
 
-def columns_of(results, model, rows):
-    """{row or effect: [loss error, minus ufp4, noise of fprop, slope of fprop]} of a
-    model, and how noise and slope go with the loss error."""
+def rows_table(results, study, groups):
+    """A line a row of {row: its group}, then effects and correlations. Each model has
+    four columns; if there are several, three, without the slopes."""
+    models = [name for name in STUDIES[study] if (name, "bf16") in results.errors]
+    groups = {row: group for row, group in groups.items()
+              if any((name, row) in results.errors for name in models)}
+    against = any(map(is_row, groups.values()))
+    head, lines = ["row", "against" if against else ""], {}
+    for name in models:
+        count = 4 if len(models) == 1 else 3
+        head += [f"`{name}`: loss error, % (seeds)",
+                 f"minus {'that' if against else '`ufp4`'}, %",
+                 "noise of fprop, %", "slope of fprop"][:count]
+        for label, cells in columns_of(results, name, groups).items():
+            start = [f"`{label}`", groups[label]] if label in groups else [label, ""]
+            lines.setdefault(label, start).extend(cells[:count])
+    last, notes = LAST.get(study, ("", {}))
+    for label, cells in lines.items():
+        cells.append(notes.get(label, ""))
+    if set(DOSES) <= set(groups):
+        last = "beyond the line, %"
+        for row in (*DOSES, *GROUPS["dose"]["recipe"]):
+            if row in groups:
+                lines[row][-1] = beyond_line(results, models[0], row)
+    return table(results, [*head, last], lines.values())
+
+def columns_of(results, model, groups):
+    """{row, effect or correlation: its cells} of a model: the loss error, how far it is
+    above another row's, noise and slope of fprop."""
     found, fprop = {}, results.fprop(model)
-    for row in rows:
-        if (model, row) in results.errors:
-            found[row] = [{(model, row): 1}, on(model, {row: 1, "ufp4": -1}), "", ""]
+    for row, group in groups.items():
+        base = group if is_row(group) else "ufp4"
+        minus = on(model, {row: 1, base: -1}) if row != base else ""
+        if is_row(group) and minus:
+            minus = results.effect(minus)
+        found[row] = [{(model, row): 1}, minus, "", ""]
         if row in fprop:
             slope, noise, _ = fprop[row]
             found[row][2:] = f"{100 * noise:.3f}", f"{slope:.4f}"
-    if "ufp4" in found:
-        found["ufp4"][1] = ""
     for name, effect in EFFECTS.items():
-        if set(effect) <= set(rows):
+        if set(effect) <= set(groups):
             found[name] = ["", on(model, effect), "", ""]
     for note, left_out in (("", ()), (" without powers of two", ("ufp4-mx", "mxfp4"))):
         # Rows that round alike, as ufp4 and ufp4-int4 do, are one point
-        points = {fprop[row] for row in rows if row in fprop and row not in left_out}
-        if len(points) > 4 and set(left_out) <= set(rows):
+        points = {fprop[row] for row in groups if row in fprop and row not in left_out}
+        cells = ["", ""]
+        if len(points) > 4 and set(left_out) <= set(groups):
             slopes, noises, errors = zip(*points)
-            found[f"correlation with loss error{note}"] = ["", "", *(
-                f"{statistics.correlation(values, errors):.2f}, over {len(points)}"
-                for values in (noises, slopes))]
+            cells = [f"{statistics.correlation(values, errors):.2f}, over {len(points)}"
+                     for values in (noises, slopes)]
+        found[f"correlation with loss error{note}"] = ["", "", *cells]
     return found
-
-def rows_table(results, models, groups):
-    """A line a row and then an effect, four columns a model. With several models the
-    slopes are left out."""
-    group_of = {row: group for group, rows in groups.items() for row in rows}
-    columns = [columns_of(results, model, group_of) for model in models]
-    count = 4 if len(models) == 1 else 3
-    head, lines, doses = ["row", ""], [], set(DOSES) <= set(group_of)
-    for model in models:
-        head += [f"`{model}`: loss error, % (seeds)", "minus `ufp4`, %",
-                 "noise of fprop, %", "slope of fprop"][:count]
-    for label in dict.fromkeys(itertools.chain(group_of, *columns)):
-        cells = [of.get(label, [""] * 4)[:count] for of in columns]
-        name = f"`{label}`" if label in group_of else label
-        lines.append([name, group_of.get(label, ""), *sum(cells, []),
-                      beyond_line(results, models[0], label) if doses else "",
-                      "" if doses else PAPER.get(label, "")])
-    head += ["beyond the line, %", "the paper, minus `ufp4`"]
-    return table(results, head, lines)
 
 DOSES = GROUPS["dose"]["dose of noise"]
 
-def line(results, model, noise):
-    """{dose of noise: its weight in the loss error at some noise of fprop}, by the
-    straight line of least squares through the doses. None without all doses."""
-    fprop = results.fprop(model)
-    if not set(DOSES) <= set(fprop):
-        return None
-    x = np.array([fprop[row][1] for row in DOSES])
-    off = x - x.mean()
-    weights = 1 / len(x) + (noise - x.mean()) * off / (off ** 2).sum()
-    return dict(zip(DOSES, weights))
-
 def beyond_line(results, model, row):
-    """The weights of a row's loss error minus what the line through the doses says."""
+    """How far a row's loss error is above the straight line of least squares through
+    the doses of noise, as weights. Blank if one of these runs diverged."""
     fprop = results.fprop(model)
-    if row not in (*DOSES, *GROUPS["dose"]["recipe"]) or row not in fprop:
+    if not {row, *DOSES} <= set(fprop):
         return ""
-    weights = {dose: -weight
-               for dose, weight in line(results, model, fprop[row][1]).items()}
+    noises = [fprop[dose][1] for dose in DOSES]
+    off = fprop[row][1] - np.mean(noises)       # the line: mean error + off * slope
+    weights = dict(zip(DOSES, -1 / len(DOSES) - off * slopes(noises)))
     weights[row] = weights.get(row, 0) + 1
     return on(model, weights)
 
-def compared_table(results, study):
-    """A line a row: what it changes, by how much, and what the paper says of that."""
-    model, = STUDIES[study]
-    lines = []
-    for row, (recipe, said) in COMPARED[study].items():
-        change = on(model, {row: 1, recipe: -1})
-        mean, half = results.contrast(change) or (0, None)
-        here = "worse" if mean > 0 else "better"
-        if half is None or abs(mean) <= half:
-            here = "alike"
-        if (model, row) in results.errors:
-            lines.append([f"`{row}`", f"`{recipe}`", {(model, row): 1}, change, here,
-                          said])
-    last = {"search": "the paper", "help": "GEMM work in 4 bits"}[study]
-    return table(results, ["row", "changes", "loss error, % (seeds)",
-                           "minus that recipe, %", "here", last], lines)
-
-def sizes_of(results, study):
-    """{model: its number of blocks or bytes per parameter}, for those measured."""
-    models = [name for name in STUDIES[study] if (name, "ufp4") in results.errors]
-    if study == "depth":
-        return {name: int(name.split("-")[1]) for name in models}
-    return {name: results.models[name]["bytes"] / results.models[name]["active"]
-            for name in models}
-
 def series_table(results, study):
     """A line a model; then all dense sizes, or the growth for each doubling."""
-    what, names, effects = SERIES[study]
-    sizes, lines = sizes_of(results, study), []
+    what, sizes, rows, effects = SERIES[study]
+    sizes = {name: size for name, size in sizes.items()
+             if (name, "ufp4") in results.errors}
+    lines = []
     for name, size in sizes.items():
-        m, (loss, half) = results.models[name], results.loss(name)
-        lines.append([name if study == "scaling" else f"{size:.0f}",
-                      f"{m['parameters'] / 1e6:.2f}", f"{m['bytes'] / 1e6:.1f}",
+        loss, half = interval([r["loss"] for r in results.runs
+                               if (r["model"], r["row"]) == (name, "bf16")])
+        m = results.models[name]
+        lines.append([str(size), f"{m['parameters'] / 1e6:.2f}",
+                      f"{m['bytes'] / 1e6:.1f}",
                       f"{loss:.3f}" + (f" ± {half:.3f}" if half else ""),
-                      *({(name, row): 1} for row in names),
+                      *({(name, row): 1} for row in rows),
                       *(on(name, effect) for effect in effects.values()),
                       text(results.reduction([name]), 0)])
-    dense, blank = [name for name in sizes if "dense" in name], [""] * (3 + len(names))
+    blank = [""] * (3 + len(rows))
     if study == "scaling":
+        dense = [name for name in sizes if "dense" in name]
         lines.append(["dense, all sizes", *blank, "",
                       text(results.reduction(dense), 0)])
     elif len(sizes) > 1:
         lines.append(["for each doubling", *blank,
                       *(doubling(sizes, effect) for effect in effects.values()), ""])
     return table(results, [what, "parameters, M", "text, MB", "loss of `bf16`",
-                           *(f"`{row}`, % (seeds)" for row in names), *effects,
+                           *(f"`{row}`, % (seeds)" for row in rows), *effects,
                            "`ufp4` smaller by, %"], lines)
-
-def has_two_by_two(results, model):
-    return all((model, row) in results.errors for row in sum(TWO_BY_TWO.values(), ()))
 
 def two_by_two_table(results, model):
     """The four loss errors, what the rotation and the uniform grid do to each, and how
@@ -852,17 +783,13 @@ def two_by_two_table(results, model):
     (e2m1, e2m1_rht), (e1m2, e1m2_rht) = TWO_BY_TWO.values()
 
     def effect(weights):
-        mean, half = results.contrast(on(model, weights))
-        said = "hurts" if mean > 0 else "helps"
-        if half is None or abs(mean) <= half:
-            said = "not settled"
-        return f"{'+' * (mean > 0)}{text((mean, half))}: {said}"
+        return results.effect(on(model, weights))
 
     both = effect({e1m2_rht: 1, e1m2: -1, e2m1_rht: -1, e2m1: 1}).split(":")[0]
     return table(
         results, ["loss error, % (seeds)", "RHT on wgrad alone",
                   "RHT on all three GEMMs", "what the rotation does"],
-        [*([fmt, {(model, plain): 1}, {(model, rotated): 1},
+        [*([fmt.upper(), {(model, plain): 1}, {(model, rotated): 1},
             effect({rotated: 1, plain: -1})]
            for fmt, (plain, rotated) in TWO_BY_TWO.items()),
          ["what the uniform grid does", effect({e1m2: 1, e2m1: -1}),
@@ -871,86 +798,52 @@ def two_by_two_table(results, model):
 # ---- Figures of studies, and the front page's ----
 
 def draw_studies(results, folder, studies, rows=None):
-    """The figures of these studies, into a folder, as far as there are runs."""
-    for study, models, groups in groups_of(results, studies, rows):
-        for model in models:
-            shown = {row: of for row, of in results.fprop(model).items()
-                     if row in sum(groups.values(), ())}
-            if study == "dose" and line(results, model, 0):
-                figure(folder / "dose.png", (9, 4.5), draw_dose, results, model)
-            elif len(shown) > 1:
-                figure(folder / f"{study}-{model}.png", (7, 4.5), draw_noise, results,
-                       model, shown)
-    if "quick" in studies and has_two_by_two(results, "nano"):
-        figure(folder / "two-by-two.png", (5, 4.9), draw_two_by_two, results, "nano")
+    """Figures of what was measured, into a folder."""
+    for study in studies:
+        for model in STUDIES[study]:
+            shown = results.fprop(model).keys() & groups_of(study, rows).keys()
+            if len(shown) > 1 and study not in SERIES:
+                figure(folder / f"{study}-{model}.png", (10, 4.5), draw_causes, results,
+                       model, groups_of(study, rows))
+            if study == "quick" and set(ALL["quick"]) <= shown:
+                figure(folder / "two-by-two.png", (5, 4.9), draw_two_by_two, results,
+                       model)
 
-def draw_noise(fig, results, model, fprop):
-    """Loss error against the noise of fprop, of {row: (slope, noise, loss error)}."""
-    ax, points = fig.subplots(), {}
-    for row, (_, noise, error) in fprop.items():
-        points.setdefault((100 * noise, 100 * error), []).append(row)
-    middle = statistics.mean(error / noise for noise, error in points)
-    for (noise, error), rows in points.items():
-        color = COLORS[kind_of_row(rows[0])]
-        _, half = results.contrast({(model, rows[0]): 100})
-        ax.errorbar(noise, error, yerr=half or 0, fmt="o", lw=1, color=color)
-        left = error > middle * noise       # above the others, where there is room
-        ax.annotate(", ".join(rows), (noise, error), (-7 if left else 7, 0),
-                    ha="right" if left else "left", va="center", color=color, size=10,
-                    textcoords="offset points")
-    finding = f"{model}: loss error and the noise of fprop"
-    if len(points) > 4:
-        finding += f", correlation {statistics.correlation(*zip(*points)):.2f}"
-    ax.set(title=finding, xlabel="noise of fprop: error power, % of the outputs' power",
-           ylabel="loss error above BF16, %")
-    ax.margins(0.25, 0.1)
-    if min(error for _, error in points) > 0:
-        ax.set(xscale="log", yscale="log")
-        for axis in (ax.xaxis, ax.yaxis):
-            axis.set_major_formatter("{x:g}")
-            axis.set_minor_formatter("{x:g}")
-
-def draw_dose(fig, results, model):
-    """Loss error against the noise of fprop, with the line through the doses of noise,
-    and against what fprop shrinks its outputs by, with the doses of shrinkage."""
+def draw_causes(fig, results, model, rows):
+    """Loss error against the noise of fprop, and against what fprop shrinks its outputs
+    by. Doses, which change only one of the two, are squares without a name."""
     left, right = fig.subplots(1, 2, sharey=True)
-    fprop, groups = results.fprop(model), GROUPS["dose"]
-
-    def points(ax, rows, at, **look):
-        means, halves = zip(*(results.contrast({(model, row): 100}) for row in rows))
-        xs = [at(*fprop[row][:2]) for row in rows]
-        ax.errorbar(xs, means, yerr=[half or 0 for half in halves], lw=1, **look)
-        return zip(rows, xs, means)
-
-    def recipes(ax, at):
-        for row in ("ufp4", *groups["recipe"]):
-            color = COLORS[kind_of_row(row)]
-            for _, x, y in points(ax, [row], at, fmt="o", color=color):
-                ax.annotate(row, (x, y), (7, -4), color=color, size=10,
+    fprop, points = results.fprop(model), {}
+    rows = [row for row in rows if row in fprop]
+    for row in sorted(rows, key=lambda row: fprop[row][2]):     # by loss error
+        points.setdefault(fprop[row], []).append(row)
+    for i, ((slope, noise, error), names) in enumerate(points.items()):
+        first = names[0]
+        _, half = results.contrast({(model, first): 1})
+        color, dose = color_of(first), "-noise-" in first or "-slope-" in first
+        for ax, x, other in ((left, noise, "-slope-"), (right, 1 - slope, "-noise-")):
+            if other in first:
+                continue
+            at = 100 * x, 100 * error
+            ax.errorbar(*at, yerr=100 * (half or 0), fmt="s" if dose else "o", lw=1,
+                        color=color)
+            if not dose:        # in turns left and right of the point
+                ax.annotate(", ".join(names), at, (7 if i % 2 else -7, 0), color=color,
+                            ha="left" if i % 2 else "right", va="center", size=10,
                             textcoords="offset points")
-
-    def noise_of(slope, noise):
-        return 100 * noise
-
-    def shrinkage_of(slope, noise):
-        return 100 * (1 - slope)
-
-    points(left, DOSES, noise_of, fmt="s", color=COLORS["other"], label="doses")
-    ends = [fprop[DOSES[0]][1], max(noise for _, noise, _ in fprop.values())]
-    left.plot([100 * end for end in ends],
-              [results.contrast(on(model, line(results, model, end)))[0] * 100
-               for end in ends], color=COLORS["other"], lw=1)
-    recipes(left, noise_of)
-    for group, marker in (("slope in fprop", "s"), ("slope in all three GEMMs", "^")):
-        points(right, groups[group], shrinkage_of, fmt=marker, color=COLORS["other"],
-               label=group)
-    recipes(right, shrinkage_of)
-    left.set(title="Noise in doses", ylabel="loss error above BF16, %",
-             xlabel="noise of fprop: error power, % of the outputs'")
-    right.set(title="Shrinkage in doses",
-              xlabel="what fprop shrinks its outputs by, %")
-    left.legend(loc="upper left")
-    right.legend()
+    title = f"{model}: what raises the loss?"
+    if set(DOSES) <= set(rows):         # their line
+        ends = DOSES[0], DOSES[-1]
+        beyond = [results.contrast(beyond_line(results, model, row))[0] for row in ends]
+        left.plot([100 * fprop[row][1] for row in ends],
+                  [100 * (fprop[row][2] - off) for row, off in zip(ends, beyond)], lw=1)
+        title += " Squares: doses of noise, of shrinkage"
+    fig.suptitle(title)
+    left.set(xlabel="noise of fprop: error power, % of the outputs'",
+             ylabel="loss error above BF16, %")
+    right.set(xlabel="what fprop shrinks its outputs by, %")
+    for ax in (left, right):
+        ax.margins(0.25, 0.1)
 
 def draw_hero(fig, results):
     """Left, how sixteen numbers round to each grid before and after the RHT. Right, the
@@ -976,7 +869,7 @@ def draw_sixteen(fig):
         rounded = [ufp4.fake_quantize(x, fmt) for fmt in GRIDS]
         decibels = [sqnr(q, x) for q in rounded]
         for ax, fmt, q, db in zip(row, GRIDS, rounded, decibels):
-            color, scale = COLORS[fmt.upper()], x.abs().max() / FORMATS[fmt].max
+            color, scale = COLORS[fmt], x.abs().max() / FORMATS[fmt].max
             for level in FORMATS[fmt].levels:
                 for y in (level * scale, -level * scale):
                     ax.axhline(y, color="#dcdcdc", lw=0.8, zorder=0)
@@ -992,37 +885,34 @@ def draw_sixteen(fig):
                    ylim=(min(x.min(), 0) - 0.13 * x.abs().max(), 1.13 * x.max()))
         row[0].set_ylabel(when)
     for ax, (fmt, what) in zip(panels[0], GRIDS.items()):
-        ax.set_title(f"{fmt.upper()}, the {what}", color=COLORS[fmt.upper()])
+        ax.set_title(f"{fmt.upper()}, the {what}", color=COLORS[fmt])
 
 def draw_two_by_two(fig, results, model):
     """Four loss errors with their intervals: a line for each grid, from the RHT on
     wgrad alone to the RHT on all three GEMMs."""
-    ax = fig.subplots()
-    base, *others = (results.contrast({(model, row): 100})[0]
-                     for row in sum(TWO_BY_TWO.values(), ()))
-    rotation, grid, both = (other - base for other in others)
+    ax, at = fig.subplots(), {"textcoords": "offset points", "va": "center"}
+    found = {fmt: [results.contrast({(model, row): 100}) for row in pair]
+             for fmt, pair in TWO_BY_TWO.items()}
     for (fmt, pair), shift in zip(TWO_BY_TWO.items(), (0.02, -0.02)):
-        means, halves = zip(*(results.contrast({(model, row): 100}) for row in pair))
-        look = {"color": COLORS[fmt], "textcoords": "offset points"}
+        means, halves = zip(*found[fmt])
+        color = COLORS[fmt]
         # Shifted, so that no bar hides another
         ax.errorbar((shift, 1 + shift), means, yerr=[half or 0 for half in halves],
-                    fmt="o-", color=COLORS[fmt], lw=2.5, ms=8, capsize=5)
-        # At the left the label of the upper point is above, the other below
-        above = (fmt == "E1M2") == (grid > 0)
-        for at, mean, row, side in zip((0, 1), means, pair, ("right", "left")):
+                    fmt="o-", color=color, lw=2.5, ms=8, capsize=5)
+        for x, mean, row, side in zip((0, 1), means, pair, ("right", "left")):
             name = f"\n{row}" if row in ("e2m1", "ufp4") else ""
-            ax.annotate(f"{mean:.2f}{name}", (at, mean), (14 * (2 * at - 1), 0),
-                        ha=side, fontweight="bold", **look,
-                        va="center" if at else "bottom" if above else "top")
+            ax.annotate(f"{mean:.2f}{name}", (x, mean), (28 * x - 14, 0), ha=side,
+                        color=color, fontweight="bold", **at)
         rises = means[1] > means[0]
-        ax.annotate(fmt, (0.7, 0.3 * means[0] + 0.7 * means[1]), va="center",
+        ax.annotate(fmt.upper(), (0.7, 0.3 * means[0] + 0.7 * means[1]), color=color,
                     xytext=(-9 if rises else 9, 8), ha="right" if rises else "left",
-                    **look)
-    if both < 0 < min(rotation, grid):
+                    **at)
+    (e2m1, e2m1_rht), (e1m2, e1m2_rht) = ([mean for mean, _ in of]
+                                          for of in found.values())
+    fig.suptitle("Training: loss error by grid and rotation")
+    if e1m2_rht < e2m1 < min(e2m1_rht, e1m2):
         fig.suptitle("Training: neither uniform grid nor\n"
                      "rotation helps alone; the pair does")
-    else:
-        fig.suptitle("Training: loss error by grid and rotation")
     ax.set(xticks=(0, 1), xlim=(-0.55, 1.5),
            xticklabels=("RHT on\nwgrad alone", "RHT on\nall three GEMMs"),
            ylabel="loss error above BF16, %" + "; 95% intervals" * bool(halves[0]))
@@ -1030,15 +920,13 @@ def draw_two_by_two(fig, results, model):
 # ---- study: the command ----
 
 def counted(s, recipe="bf16"):
-    """(GPT without values, parameters, those active for a token, FLOPs a token). A
-    weight takes 2 FLOPs forward and 4 backward, causal attention 6 T C a layer."""
-    with torch.device("meta"):
-        recipe = ufp4.lookup("recipe", recipe, RECIPES)
+    """How many parameters the model of a run has, and those that a token uses."""
+    recipe = ufp4.lookup("recipe", recipe, RECIPES)
+    with torch.device("meta"):                          # without values
         model = train.GPT(s, recipe, vocabulary(s.data))
     total = sum(p.numel() for p in model.parameters())
     idle = s.layers * (s.experts - s.top_k) * 3 * s.dim * s.hidden  # in other experts
-    products = 6 * (total - idle - model.embed.weight.numel())
-    return model, total, total - idle, products + 6 * s.seq_len * s.dim * s.layers
+    return total, total - idle
 
 def records_of(args, jobs):
     """What jobs have found, as runs.json has it."""
@@ -1046,10 +934,9 @@ def records_of(args, jobs):
     for name in dict.fromkeys(job.model for job in jobs):
         flags = [*MODELS[name], *args.train]
         s = train.parse_args(flags)
-        _, total, active, _ = counted(s)
+        total, active = counted(s)
         models[name] = {"flags": flags, "parameters": total, "active": active,
-                        "bytes": s.steps * s.batch_size * s.seq_len,
-                        "text": sum(len(read_tokens(p)) for p in prepare(s.data).train)}
+                        "bytes": s.steps * s.batch_size * s.seq_len}
     runs = [{"model": job.model, "row": job.row, "seed": job.seed, "machine": 0,
              "bf16": losses[job.model, "bf16", job.seed], **job.result()}
             for job in jobs]
@@ -1078,19 +965,34 @@ def jobs_of(args):
     jobs = {}
     for study in args.studies:
         for name in args.models or STUDIES[study]:
-            if name not in STUDIES[study]:
-                raise ValueError(f"study {study} has no model {name!r}, only "
-                                 f"{', '.join(STUDIES[study])}")
-            rows = args.rows or STUDIES[study][name]
-            for row in ("bf16", *(HELPED[r] for r in rows if "-late-" in r), *rows):
+            rows = args.rows or ufp4.lookup("model", name, STUDIES[study])
+            before = [row.split("-late-")[0] for row in rows if "-late-" in row]
+            for row in ("bf16", *before, *rows):
                 ufp4.lookup("row", row, RECIPES | ROWS)
                 for seed in range(args.seeds or seeds_of(study, name)):
                     job = Job(args, name, row, seed)
                     jobs[job.key] = job
     return list(jobs.values())
 
+def add_recipes(file):
+    """Import a user's file. Returns {recipe that it adds: a mark of its version}."""
+    before, code = dict(RECIPES), zlib.crc32(file.read_bytes())
+    sys.path.insert(0, str(file.resolve().parent))
+    sys.modules.pop(file.stem, None)            # in a notebook: read it anew
+    importlib.import_module(file.stem)
+    return {name: f"-{code:08x}" for name, recipe in RECIPES.items()
+            if recipe is not before.get(name)}
+
 def bench_study(args):
     """Train what is not there yet; print and draw what the runs say."""
+    if args.record and (args.train or args.file):
+        raise ValueError("--record takes no --with and no flags of train.py")
+    args.versions = add_recipes(args.file) if args.file else {}
+    # Quick runs and others, those with other flags and those without have folders of
+    # their own
+    quick = ["quick"] if "quick" in args.studies else []
+    label = re.sub(r"\W+", "-", " ".join(quick + args.train)).strip("-")
+    args.runs = OUT / (label or "runs")
     jobs = jobs_of(args)
     run_all(args, jobs)
     records, shown = records_of(args, jobs), (args.studies, tuple(args.rows or ()))
@@ -1106,6 +1008,16 @@ def bench_study(args):
         print("Of one seed \u00b1 is how far such a difference varies from seed to\n"
               "seed in the recorded runs of nano.")
     draw_studies(results, args.runs, *shown)
+
+def bench_readme(args):
+    """Make the pages' tables and figures anew, without measuring."""
+    results = Results(read("runs"))
+    for name, study, model in (("loss-dense-0.3m.png", "loss", "dense-0.3m"),
+                               ("dose.png", "dose", "cause-0.3m")):
+        figure(RECORDS / name, (10, 4.5), draw_causes, results, model, ALL[study])
+    figure(RECORDS / "sqnr.png", (10, 6), draw_sqnr, read("sqnr")["medians"])
+    figure(RECORDS / "hero.png", (8.75, 4.9), draw_hero, results)
+    fill_pages()
 
 # ---- bias: the geometry of shrinkage ----
 
@@ -1163,7 +1075,7 @@ def bench_bias(args):
                 alpha, error = slope(q, v)
                 rows[-1].append(f"{alpha:.4f} ± {2 * error:.4f}")
             rows[-1].append(f"{sqnr(nearest, v):.2f}")
-    finish("bias", {"bias": rows})
+    finish(args, "bias", {"bias": rows})
 
 # ---- sqnr: does the RHT change the preferred grid? (the paper's Q1) ----
 
@@ -1224,8 +1136,8 @@ def bench_sqnr(args):
                              for db, *b_eff in medians[what])])
     rows.append(["X, fprop of fc2, the paper", "21.90", "19.94 (0.56)", "20.00",
                  "23.19 (0.97)"])
-    finish("sqnr", {"sqnr": rows}, {"run": s.out, "medians": medians})
-    figure(results_go_to / "sqnr.png", (10, 6), draw_sqnr, medians)
+    folder = finish(args, "sqnr", {"sqnr": rows}, {"run": s.out, "medians": medians})
+    figure(folder / "sqnr.png", (10, 6), draw_sqnr, medians)
 
 def draw_sqnr(fig, medians):
     """The decibels that the RHT adds: a panel a grid, a line a kind of layer, a column
@@ -1243,9 +1155,25 @@ def draw_sqnr(fig, medians):
         ax.set(xticks=range(len(whats)), yticks=range(len(kinds)), yticklabels=kinds,
                xticklabels=[what.replace(", ", "\n") for what in whats])
         ax.set_title(f"{fmt.upper()}: decibels that the RHT adds",
-                     color=COLORS[fmt.upper()])
+                     color=COLORS[fmt])
 
 # ---- cpu: what emulation costs ----
+
+def spread(values, form="{:.2f}"):
+    """Median (smallest to largest) as a cell."""
+    middle, low, high = (form.format(f(values)) for f in (statistics.median, min, max))
+    return f"{middle} ({low} to {high})"
+
+def interleaved(functions, rounds):
+    """The milliseconds of each call of each function, called in turns. Two calls of
+    each to warm up are left out."""
+    times = [[] for _ in functions]
+    for _ in range(rounds + 2):
+        for ms, f in zip(times, functions):
+            start = time.perf_counter()
+            f()
+            ms.append(1e3 * (time.perf_counter() - start))
+    return [ms[2:] for ms in times]
 
 def training_step(s, recipe, vocab_size):
     """A function that makes a step of training a GPT, always on the same tokens."""
@@ -1265,14 +1193,14 @@ def training_step(s, recipe, vocab_size):
 def bench_cpu(args):
     where = f"{machine()['cpu']}, {torch.get_num_threads()} threads"
     rows = [[f"a step on {where}", "`bf16`, ms", "`ufp4` / `bf16`", "`e2m1` / `bf16`"]]
-    for model, dtype in itertools.product(("nano", "nano-moe"),
-                                          ("float32", "bfloat16")):
+    for model, dtype in (("nano", "float32"), ("nano", "bfloat16"),
+                         ("nano-moe", "float32"), ("nano-moe", "bfloat16")):
         s = train.parse_args(["--model", model, "--dtype", dtype, "--device", "cpu"])
         steps = [training_step(s, recipe, 256) for recipe in ("bf16", "ufp4", "e2m1")]
         bf16, *ours = interleaved(steps, 15)
         rows.append([f"`{model}`, {dtype}", spread(bf16, "{:.0f}"),
                      *(spread([a / b for a, b in zip(ms, bf16)]) for ms in ours)])
-    finish("cpu", {"cpu": rows})
+    finish(args, "cpu", {"cpu": rows})
 
 # ---- dispatch: what the kernels compile to on GPUs that need not be here ----
 
@@ -1286,7 +1214,7 @@ def calls():
             "both orientations, stochastic": [name(q, "packed") for q in dy],
             "dY of a layer": [name(q, "decoded") for q in dy]}
 
-def compiled(kernel, name, arch):
+def compiled(name, arch):
     """The code of quantize_kernel for one of calls(), or of matmul_kernel for a recipe,
     by its language.
 
@@ -1310,34 +1238,26 @@ def compiled(kernel, name, arch):
     JITFunction.run = compile_only
     x = torch.empty(8192, 8192, dtype=torch.bfloat16, device="meta")
     keys = torch.empty(2, 2, dtype=torch.int32, device="meta")
-    if kernel == "quantize_kernel":
+    if name in calls():
         kernels.launch_quantize.launch(x, 0, keys, *calls()[name])
     else:
         a, _ = kernels.quantize(x, RECIPES[name], "x", "fprop", native=True)
         kernels.launch_matmul.launch(*a[:3], *a[:3], a.name, x.dtype)
     return found[-1].asm
 
-def counts(kernel, name, arch):
+def counts(name, arch):
     """Count in this code. Returns its tensor-core instructions and how many they are.
     For NVIDIA's GPUs also how many instructions move registers to memory and back
-    (spills). Of a quantizer also its instructions for each number, its registers, and
-    written() of its worst store."""
-    asm = compiled(kernel, name, arch)
-    text = asm["ptx" if "ptx" in asm else "amdgcn"]
+    (spills). Of a quantizer also written() of its worst store."""
+    asm = compiled(name, arch)
     found = collections.Counter(re.findall(
-        r"(?:tcgen05\.|\bw?g?)mma[._][^ ;]*|v_mfma\S*", text))
+        r"(?:tcgen05\.|\bw?g?)mma[._][^ ;]*|v_mfma\S*",
+        asm["ptx" if "ptx" in asm else "amdgcn"]))
     names = [name.split(".f32")[0] for name in found]           # without the types
     result = {"instruction": " + ".join(names), "count": sum(found.values())}
     if "ptx" in asm:
-        ops = re.findall(r"\t(?:@!?U?P\w+ )?(?!NOP)([A-Z][\w.]+)", asm["sass"])
-        result["spills"] = sum(op.startswith(("STL", "LDL")) for op in ops)
-    if kernel == "quantize_kernel":
-        import kernels
-        TR, TC = kernels.SHAPES[True, calls()[name][1] is not None]
-        result["per_element"] = len(ops) / (TR * TC / 128)      # 4 warps share a tile
-        # From R0 to the last one. The hardware takes two more
-        registers = re.findall(r"\bR(\d+)", asm["sass"])
-        result["registers"] = max(map(int, registers)) + 3
+        result["spills"] = len(re.findall(r"\t(?:@!?U?P\w+ )?(?:STL|LDL)", asm["sass"]))
+    if name in calls():
         result["full"], result["sectors"] = min(written(asm["ttgir"]))
     return result
 
@@ -1357,27 +1277,23 @@ def written(ttgir):
         held, lanes, _, order = ([int(n) for n in part.split(", ")] for part in
                                  re.findall(r"\[([\d, ]+)\]", layouts[layout]))
         at_once = min(held[-1], 16 // size) if order[0] == len(shape) - 1 else 1
-        numbers = set()                         # of the tile, counted row by row
-        for lane in range(32):
-            first = 0
-            for d in order:
-                i = lane % lanes[d] * held[d] % shape[d]
-                first += i * math.prod(shape[d + 1:])
-                lane //= lanes[d]
-            numbers.update(range(first, first + at_once))
-        sectors = {number * size // 32 for number in numbers}
+        firsts = np.ix_(*(np.arange(lanes[d]) * held[d] % shape[d]
+                          for d in range(len(shape))))
+        # Numbers of the tile, counted row by row
+        numbers = np.arange(math.prod(shape)).reshape(shape)[firsts].ravel()
+        numbers = np.unique(numbers[:, None] + np.arange(at_once))
+        sectors = np.unique(numbers * size // 32)
         found.append((len(numbers) * size / (32 * len(sectors)), len(sectors)))
     return found
 
-def lowering(*call, python=sys.executable):
-    """counts(*call) in a process of its own, without the interpreter.
+def lowering(name, arch):
+    """counts(name, arch) in a process of its own, without the interpreter.
 
     A compiler that fails an assertion ends its process: {"error": its last line}."""
     env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_ALWAYS_COMPILE": "1"}
-    code = ("import json, sys, bench; "
-            "print(json.dumps(bench.counts(*json.loads(sys.argv[1]))))")
-    done = subprocess.run([python, "-c", code, json.dumps(call)], cwd=HERE,
-                          text=True, capture_output=True, env=env)
+    code = "import bench, json, sys; print(json.dumps(bench.counts(*sys.argv[1:])))"
+    done = subprocess.run([sys.executable, "-c", code, name, arch], cwd=HERE, env=env,
+                          text=True, capture_output=True)
     if done.returncode:
         return {"error": (done.stderr.strip().splitlines() or ["it died"])[-1]}
     return json.loads(done.stdout.strip().splitlines()[-1])
@@ -1385,41 +1301,34 @@ def lowering(*call, python=sys.executable):
 def bench_dispatch(args):
     import kernels
 
-    def product(arch, recipe):
-        path = kernels.route(RECIPES[recipe], arch)
+    def cell(name, arch):
+        quantizes = name in calls()
+        path = "" if quantizes else kernels.route(RECIPES[name], arch)
         if path == "cublas":
             return path
-        r = lowering("matmul_kernel", recipe, arch)
-        return r.get("error") or f"{path}: {r['instruction']}, {r['count']}"
+        r = lowering(name, arch)
+        if "error" in r:
+            return r["error"]
+        if quantizes:
+            return f"{r['spills']} spills; {r['sectors']} sectors, {r['full']:.0%} full"
+        return f"{path}: {r['instruction']}, {r['count']}"
 
-    def quantizer(name, column):
-        arch, python = columns[column]
-        r = lowering("quantize_kernel", name, arch, python=python)
-        return r.get("error") or (f"{r['per_element']:.1f}; {r['registers']}, "
-                                  f"{r['spills']}; {r['sectors']}, {r['full']:.0%}")
-
-    def table(corner, cell, rows, columns):
-        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            found = {row: pool.map(cell, itertools.repeat(row), columns)
-                     for row in rows}
-            return [[corner, *columns], *([row, *of] for row, of in found.items())]
-
-    columns = {}
-    for python in (sys.executable, *args.python):
-        version = subprocess.check_output(
-            [python, "-c", "import triton; print(triton.__version__)"], text=True)
-        for arch in ("sm_80", "sm_90", "sm_100"):
-            columns[f"{arch}, Triton {version.strip()}"] = arch, python
-    corner = f"path: instruction, count (Triton {kernels.triton.__version__})"
-    finish("dispatch", {
-        "dispatch": table(corner, product, ("sm_90", "sm_100", "sm_120", "gfx950"),
-                          ("ufp4-e4m3", "ufp4-mx", "nvfp4", "mxfp4")),
-        "quantize": table("instructions for a number; registers, spills; sectors, full",
-                          quantizer, calls(), columns)})
+    tables = {}
+    for marker, names, archs in (
+            ("dispatch", ("ufp4-e4m3", "ufp4-mx", "nvfp4", "mxfp4"),
+             ("sm_90", "sm_100", "sm_120", "gfx950")),
+            ("quantize", calls(), ("sm_80", "sm_90", "sm_100"))):
+        tables[marker] = [[f"Triton {kernels.triton.__version__}", *archs]]
+        for name in names:
+            tables[marker].append([name, *(cell(name, arch) for arch in archs)])
+    finish(args, "dispatch", tables)
 
 # ---- kernels: speed on a GPU, as ratios to what that GPU can do ----
 
 def bench_kernels(args):
+    if not torch.cuda.is_available():
+        raise ValueError("this measures a GPU, and torch finds none here; see dispatch")
+    os.environ["UFP4_BACKEND"] = "triton"       # an error rather than the reference
     import kernels
     from triton.testing import do_bench, do_bench_cudagraph
     timed = functools.partial(do_bench, return_mode="all")
@@ -1479,43 +1388,26 @@ def bench_kernels(args):
         torch.compiler.reset()      # or a second model's sizes would be variables
         steps = [training_step(s, recipe, 50304) for recipe in ("bf16", "ufp4")]
         against_bf16(f"training step, {name}", *interleaved(steps, 30))
-    finish("kernels", {"kernels": rows})
+    finish(args, "kernels", {"kernels": rows})
 
-# ---- plan and runs: before and after train.py ----
-
-def bench_plan(args):
-    """The size of a run of train.py on args.gpus GPUs, counted, not measured."""
-    s, gpus = train.parse_args(args.train), args.gpus
-    if s.batch_size % (gpus * s.grad_accum):
-        raise ValueError(f"--batch-size {s.batch_size} must be a multiple of {gpus} "
-                         f"GPUs x --grad-accum {s.grad_accum}")
-    _, total, active, flops = counted(s, train.make_recipe(s))
-    tokens, gib = s.batch_size * s.seq_len, 16 * total / gpus / 2**30
-    print(f"{s.model}, {s.recipe}, {gpus} GPU{'s' * (gpus > 1)}: "
-          f"{total / 1e9:.3f}B parameters, {active / 1e9:.3f}B active a token")
-    print(f"{s.steps} steps of {tokens} tokens and {tokens * flops / 1e12:.3g} TFLOP")
-    print(f"{gib:.2f} GiB a GPU for weights, gradients and AdamW's state; on top come "
-          f"activations\nof {tokens // (gpus * s.grad_accum)} tokens")
+# ---- runs: your runs of train.py ----
 
 def logged(log, name):
     """{step: value} of the lines of a log that have this value."""
     return {line["step"]: line[name] for line in log[1:] if line.get(name) is not None}
 
-def is_baseline(bf16, run):
-    """Whether a run is the bf16 run, from the start, with the settings of another. Both
-    are first lines of logs."""
-    differ = train.MAY_CHANGE | {"recipe", "keep_bf16", *train.RECIPE_FIELDS}
-    its, mine = bf16["settings"], run["settings"]
-    return (its["recipe"] == "bf16" and not bf16["start"]
-            and bf16["data_version"] == run["data_version"]
-            and all(its.get(name) == mine[name] for name in mine.keys() - differ))
-
 def errors_of(log, logs):
     """{step: loss error in %} of a run, where the bf16 run with its settings was
-    validated, too. Empty without such a run among the logs."""
-    for other in logs:
-        if is_baseline(other[0], log[0]):
-            bf16 = logged(other, "val_loss")
+    validated, too. Empty if there is none among the logs."""
+    may_differ = train.MAY_CHANGE | {"recipe", "keep_bf16", *train.RECIPE_FIELDS}
+    ours = log[0]["settings"]
+    for first, *lines in logs:
+        settings = first["settings"]
+        if (settings["recipe"] == "bf16" and not first["start"]
+                and first["data_version"] == log[0]["data_version"]
+                and all(settings.get(name) == ours[name]
+                        for name in ours.keys() - may_differ)):
+            bf16 = logged([first, *lines], "val_loss")
             return {step: 100 * (loss / bf16[step] - 1)
                     for step, loss in logged(log, "val_loss").items() if step in bf16}
     return {}
@@ -1559,67 +1451,42 @@ def draw_runs(fig, logs):
 
 # ---- The commands ----
 
+def bench_train(args):
+    """train.py, with the recipes of this file. Studies start their runs by this."""
+    if train.parse_args(args.train).model == "no-norms":
+        train.nn.RMSNorm = NoNorm
+    train.main(args.train)
+
 def main(argv=None):
-    global results_go_to
     # DCP warns of this where there is one process, which is fine
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
     parser = argparse.ArgumentParser(description="Each claim, one command.")
-    parser.set_defaults(record=False, file=None, studies=[])
     commands = parser.add_subparsers(dest="command", required=True)
-    add = functools.partial(commands.add_parser, allow_abbrev=False)
-    record = argparse.ArgumentParser(add_help=False)
-    record.add_argument("--record", action="store_true",
-                        help="into data/results and the pages, not into out/bench")
-    p = add("study", parents=[record], epilog="More flags are for train.py.")
-    p.add_argument("studies", nargs="+", choices=STUDIES)
-    p.add_argument("--models", nargs="+", metavar="MODEL", help="some of them")
-    p.add_argument("--rows", nargs="+", metavar="ROW", help="these recipes")
-    p.add_argument("--seeds", type=int, metavar="N")
-    p.add_argument("--jobs", type=int, metavar="N", help="runs at a time",
-                   default=1 if torch.cuda.is_available() else os.cpu_count())
-    p.add_argument("--with", dest="file", type=Path, metavar="FILE",
-                   help="a Python file that adds recipes to ufp4.RECIPES")
-    for name in ("bias", "cpu", "kernels"):
-        add(name, parents=[record])
-    p = add("sqnr", parents=[record])
-    p.add_argument("dir", type=Path, metavar="DIR", help="the folder of a run")
-    p = add("dispatch", parents=[record])
-    p.add_argument("--python", nargs="+", default=[], metavar="PATH",
-                   help="Pythons of environments with other versions of Triton")
-    p = add("plan", help="takes the flags of train.py too")
-    p.add_argument("--gpus", type=int, default=1, metavar="N")
-    p = add("runs", help="your runs of train.py: a table and curves")
-    p.add_argument("dir", nargs="?", type=Path, default=Path("out"), metavar="DIR",
-                   help="the folder that holds them (default: out)")
-    p = add("train", add_help=False, help="takes the flags of train.py")
-    p.add_argument("--no-norms", action="store_true")
-    add("readme")
+    measuring = "study", "bias", "sqnr", "cpu", "dispatch", "kernels"
+    parsers = {}
+    for name in (*measuring, "runs", "train", "readme"):
+        parsers[name] = commands.add_parser(name, allow_abbrev=False,
+                                            add_help=name != "train")
+        if name in measuring:
+            parsers[name].add_argument("--record", action="store_true", help="into "
+                                       "data/results and the pages, not out/bench")
+    parsers["sqnr"].add_argument("dir", type=Path, help="of a run of train.py")
+    parsers["runs"].add_argument("dir", type=Path, help="of runs (default: out)",
+                                 nargs="?", default=Path("out"))
+    study = parsers["study"]
+    study.epilog = "More flags are for train.py."
+    study.add_argument("studies", nargs="+", choices=STUDIES)
+    study.add_argument("--models", nargs="+", metavar="MODEL", help="of its models")
+    study.add_argument("--rows", nargs="+", metavar="ROW", help="in place of its rows")
+    study.add_argument("--seeds", type=int, metavar="N")
+    study.add_argument("--jobs", type=int, metavar="N", help="runs at a time",
+                       default=1 if torch.cuda.is_available() else os.cpu_count())
+    study.add_argument("--with", dest="file", type=Path, metavar="FILE",
+                       help="a Python file that adds recipes to ufp4.RECIPES")
     args, args.train = parser.parse_known_args(argv)
-    if args.train and args.command not in ("train", "plan", "study"):
+    if args.train and args.command not in ("train", "study"):
         parser.error(f"unknown arguments: {' '.join(args.train)}")
-    if args.command == "kernels":
-        os.environ["UFP4_BACKEND"] = "triton"       # an error rather than the reference
-        if not torch.cuda.is_available():
-            parser.error("this measures a GPU, and torch finds none here; see dispatch")
-    results_go_to = RECORDS if args.record else OUT
     try:
-        if args.command == "train":
-            if args.no_norms:
-                train.nn.RMSNorm = NoNorm
-            return train.main(args.train)
-        if args.command == "study" and args.record and (args.train or args.file):
-            raise ValueError("--record takes no --with and no flags of train.py")
-        args.versions = {}
-        if args.file:
-            code, before = zlib.crc32(args.file.read_bytes()), dict(RECIPES)
-            sys.path.insert(0, str(args.file.resolve().parent))
-            sys.modules.pop(args.file.stem, None)       # in a notebook: read it anew
-            importlib.import_module(args.file.stem)
-            args.versions = {name: f"-{code:08x}" for name in RECIPES
-                             if RECIPES[name] is not before.get(name)}
-        quick = ["quick"] if "quick" in args.studies else []
-        label = re.sub(r"\W+", "-", " ".join(quick + args.train)).strip("-")
-        args.runs = OUT / (label or "runs")
         globals()[f"bench_{args.command}"](args)
     except (ValueError, OSError, ImportError, subprocess.CalledProcessError) as e:
         sys.exit(f"bench.py: {e}")

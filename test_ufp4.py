@@ -913,10 +913,10 @@ def test_kernels_routes():
 # of K, and the loop's first step is peeled off it
 @needs_kernels
 @pytest.mark.parametrize("call,instruction,count,spills", [
-    (("matmul_kernel", "nvfp4", "sm_100"), "tcgen05.mma.cta_group::1.kind::mxf4nvf4", 8,
+    (("nvfp4", "sm_100"), "tcgen05.mma.cta_group::1.kind::mxf4nvf4", 8,
      12),
-    (("matmul_kernel", "mxfp4", "gfx950"), "v_mfma_scale_f32_32x32x64_f8f6f4", 8, 0),
-    (("quantize_kernel", "dY of a layer", "sm_90"), "", 0, 0)])
+    (("mxfp4", "gfx950"), "v_mfma_scale_f32_32x32x64_f8f6f4", 8, 0),
+    (("dY of a layer", "sm_90"), "", 0, 0)])
 def test_kernels_compile_for_gpus_that_are_not_here(call, instruction, count, spills):
     got = bench.lowering(*call)
     assert got.get("instruction", str(got)).startswith(instruction), got
@@ -1166,13 +1166,9 @@ def test_train_batches_are_random_windows_that_ranks_and_parts_share_out(
         rows.append(train.get_batch(shards, s, 3, part)[0])
     assert torch.equal(torch.cat(rows), x)
 
-@pytest.mark.parametrize("model,total,active", [
-    ("nano-moe", 2.84e6, 0.93e6), ("dense-1.5b", 1.5e9, 1.5e9),
-    ("moe-7.9b", 7.9e9, 1.3e9), ("moe-124b", 124e9, 5.1e9)])
-def test_train_presets_have_their_size_within_a_percent(model, total, active):
-    """The last three are the paper's."""
-    s = train.parse_args(["--model", model, "--device", "cpu"])
-    assert bench.counted(s)[1:3] == pytest.approx((total, active), rel=0.01)
+def test_train_a_mixture_has_its_size_within_a_percent():
+    s = train.parse_args(["--model", "nano-moe", "--device", "cpu"])
+    assert bench.counted(s) == pytest.approx((2.84e6, 0.93e6), rel=0.01)
 
 def test_train_compiled_blocks_have_the_gradients_of_others(
         settings, monkeypatch):
@@ -1572,18 +1568,18 @@ def test_bench_the_slope_of_what_is_rounded_to_nearest_is_set(name, slope, like)
 
 def test_bench_every_row_is_another_and_fits_its_models():
     plain = results("ufp4")
-    for study in bench.STUDIES.values():
-        for model, rows in study.items():
+    for study, models in bench.STUDIES.items():
+        for model, rows in models.items():
             for row in rows:
                 s = train.parse_args([*bench.MODELS[model], *bench.row_flags(row),
                                       "--device", "cpu"])
                 recipe = train.make_recipe(s)
                 # This raises if a layer has no whole blocks
-                _, _, active, _ = bench.counted(s, recipe)
+                _, active = bench.counted(s, recipe)
                 same = row in ("ufp4", "ufp4-int4", "ufp4-scratch")
-                if row not in bench.HELPED:         # these differ by block or step
+                if study != "help":                 # these differ by block or step
                     assert same == (not differ(plain, results(recipe))), row
-            if model in bench.STUDIES["scaling"]:       # as named, 20 bytes each
+            if model in bench.SCALING:                  # as named, 20 bytes each
                 assert f"{active / 1e6:.1g}m" == model.split("-")[1]
                 assert abs(s.steps * s.batch_size * s.seq_len / active - 20) < 0.02
     for gemm in GEMMS:                          # another format in one GEMM, no other
@@ -1644,7 +1640,7 @@ def test_bench_a_late_row_goes_on_with_the_recipe_that_it_helps(elsewhere):
     late, first = (bench.Job(args, "cause-0.3m", row, 3)
                    for row in ("nvfp4-late-bf16", "nvfp4"))
     assert late.branch == first.kept and late.first == 2205 == 2645 - late.steps
-    assert first.keeps and not late.keeps and first.first == 1763
+    assert late.kept is None and first.first == 1763
     s = train.parse_args(late.flags)
     assert s.recipe == "bf16" and s.seed == 3
 
@@ -1681,7 +1677,8 @@ def test_bench_the_reduction_is_of_the_seeds_that_have_all():
     def pair(e2m1, ours, model="m"):
         return runs_of({"e2m1": e2m1, "ufp4": ours}, model)
 
-    assert of(pair([0.01, 0.03], [0.01, None])).reduction(["m"]) is None
+    diverged = of(pair([0.01, 0.03], [0.01, None]))
+    assert diverged.reduction(["m"]) == (-math.inf, None)
     uneven = pair([0.01, 0.03], [0.008, 0.03]) + pair([0.01], [0.006], "n")
     assert of(uneven).reduction(["m", "n"]) == (pytest.approx(0.3), None)
     assert of(pair([0.01, 0.02], [0.008, 0.014])).reduction(["m"]) == pytest.approx(
@@ -1702,14 +1699,10 @@ def test_bench_the_commands_that_need_no_gpu(elsewhere, monkeypatch, capsys):
     tiny = dict(train.NANO, layers=1, dim=32, heads=2, hidden=32, seq_len=16)
     monkeypatch.setattr(train, "PRESETS", train.PRESETS | {
         "nano": tiny, "nano-moe": dict(tiny, experts=2, top_k=1)})
-    before, moe = tree(elsewhere), "plan --model moe-124b --recipe ufp4-e4m3 --gpus 256"
-    for command, found in (("plan", "1 GPU:"), (moe, "123.638B parameters, 5.107B"),
-                           ("readme", "hero.png")):
-        bench.main(command.split())
-        assert found in capsys.readouterr().out
-    for command, why in (("plan --dim 40", "in_features = 40"),
-                         ("plan --gpus 3", "multiple of 3"),
-                         ("study loss --models nano", "study loss has no model 'nano'"),
+    bench.main(["readme"])
+    assert "hero.png" in capsys.readouterr().out
+    before = tree(elsewhere)
+    for command, why in (("study loss --models nano", "unknown model 'nano'"),
                          ("study quick --rows none-such", "unknown row 'none-such'"),
                          ("study quick --with none-such.py", "none-such.py"),
                          ("study quick --record --steps 9", "--record takes no"),
@@ -1818,7 +1811,7 @@ def test_bench_the_pages_and_figures_follow_from_the_records(elsewhere):
     # What the text says with an interval is in a table
     r = bench.Results(bench.read("runs"))
     more = bench.text(r.contrast(bench.on("dense-0.3m-2", bench.GAP)), 3)
-    tables = [*bench.tables_of(r, [*bench.ON_PAGES, "scratch"]).values(), [[more]]]
+    tables = [*bench.tables_of(r).values(), [[more]]]
     cells = " ".join(sum(sum(tables, []), []))
     said = re.findall(r"[\d.]+ ± [\d.]*\d", prose[1].split("## Log")[0])
     assert len(said) > 12 and not [number for number in said if number not in cells]
