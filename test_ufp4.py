@@ -72,11 +72,8 @@ every_scale = pytest.mark.parametrize("scale", BLOCKS)
 
 @pytest.fixture(autouse=True)
 def seeded_and_eager():
-    """What a test draws from torch's default generator does not depend on the tests
-    before it.
-
-    What takes seconds to compile runs eagerly, but in tests of torch.compile, with
-    @compiling()."""
+    """The random numbers of a test do not depend on the tests before it. Quantizers are
+    compiled, which takes seconds, only in tests with @compiling()."""
     torch.manual_seed(0)
     with torch.compiler.set_stance("force_eager"):
         yield
@@ -149,14 +146,11 @@ def close(got, expected, length, bits=22):
 # ---- Formats, rounding to nearest, scales --------------------------------------------
 @pytest.mark.parametrize("name", MAGNITUDES)
 def test_core_levels_and_all_16_codes(name):
-    codes = [c for c in range(16) if not (name == "int4" and c == 8)]           # no -8
-    if name == "int4":
-        values = [float(c - 16 if c > 7 else c) for c in codes]
-    else:
-        values = [math.copysign(MAGNITUDES[name][c & 7], -1 if c & 8 else 1)
-                  for c in codes]
+    levels, codes = torch.tensor(MAGNITUDES[name]).float(), [*range(16)]
     assert list(FORMATS[name].levels) == MAGNITUDES[name]
-    codes, x = (codes + [0])[:16], torch.tensor((values + [0.0])[:16])
+    x = torch.cat((levels, -levels))
+    if name == "int4":                      # two's complement: one zero, and no -8
+        x[8], codes[8:] = 0.0, [0, 15, 14, 13, 12, 11, 10, 9]
     q = quantize(x, name)                   # amax is g_max, so the scale is 1
     assert q.scale.tolist() == [1.0] and same_bits(q.dequantize(), x)
     packed = [low + 16 * high for low, high in zip(codes[::2], codes[1::2])]
@@ -239,14 +233,18 @@ def test_core_bad_arguments_are_named(message, call, monkeypatch):
         call()
 
 # ---- Stochastic rounding, by its law -------------------------------------------------
+def between(levels, a):
+    """The two levels that a lies between, or is one of."""
+    i = torch.searchsorted(levels, a, right=True).clamp(1, len(levels) - 1)
+    return levels[i - 1], levels[i]
+
 @pytest.mark.parametrize("levels", [*GRIDS.values(), *ODD_GRIDS])
 def test_core_over_all_random_bits_a_number_is_the_mean_of_its_neighbours(levels):
     """Each of the 65536 random numbers once."""
     fmt, grid = Format("x", tuple(levels)), torch.tensor(levels).double()
     a = torch.cat((torch.linspace(0, levels[-1], 100), grid.float()))[:, None]
     q = fmt.round(a, (torch.arange(65536) + 0.5) * 2.0**-16).double()
-    above = torch.searchsorted(grid, a.double(), right=True).clamp(max=len(grid) - 1)
-    below, above = grid[above - 1], grid[above]
+    below, above = between(grid, a.double())
     assert ((q == below) | (q == above)).all() and (q[100:] == grid[:, None]).all()
     assert ((q.mean(1, keepdim=True) - a).abs() <= (above - below) * 2.0**-17).all()
 
@@ -292,50 +290,43 @@ def test_core_rht_multiplies_by_signs_and_an_orthonormal_matrix(n):
     assert rotate(torch.full((1, n), 2.0**120).bfloat16(), signs).isfinite().all()
 
 # All E4M3 numbers but the 128th, which is NaN
-E4M3 = np.array([(m / 8 + (e > 0)) * 2.0 ** (max(e, 1) - 7)
-                 for e in range(16) for m in range(8)][:127])
+E4M3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
 
-def numpy_scale(amax, g_max, scale):
-    """Block scales in float64. frexp gives m 2^e with 0.5 <= m < 1."""
-    if scale.startswith("e8m0"):
-        mantissa, e = np.frexp(amax / g_max)
-        if scale == "e8m0":
-            mantissa, e = np.ones_like(amax), np.frexp(amax)[1] - np.frexp(g_max)[1]
-        return 2.0 ** np.clip(e - (mantissa == 0.5), -127, 127)
+def exact_scale(amax, g_max, scale):
+    """Block scales in float64."""
+    if scale == "e8m0":
+        return 2.0 ** (amax.log2().floor() - g_max.log2().floor()).clamp(-127, 127)
+    if scale == "e8m0_up":
+        return 2.0 ** (amax / g_max).log2().ceil().clamp(-127, 127)
     t = amax.max() / 448 / g_max if "e4m3" in scale else 1
     r = amax / g_max / t
-    above = np.searchsorted(E4M3, r * (1 - 1e-7)).clip(1, 126)
-    middle = (E4M3[above] + E4M3[above - 1]) / 2
-    down = (r < middle) | (r == middle) & (above % 2 == 1)      # a tie goes to even
-    nearest = np.where(down, above - 1, above)
-    return {"fp32": r, "e4m3": E4M3[nearest] * t, "e4m3_up": E4M3[above] * t}[scale]
+    _, above = between(E4M3, r * (1 - 1e-7))
+    nearest = r.float().to(torch.float8_e4m3fn).double()
+    return {"fp32": r, "e4m3": nearest * t, "e4m3_up": above * t}[scale]
 
-def numpy_quantizer(x, levels, block, signs, rand, tiles, scale):
-    """Q(x) in float64 for x (R, K) in whole blocks, by search in the list of levels;
-    and where another may be right, as rounding errors decide."""
-    x = x.astype(np.float64)
-    if signs is not None:
-        n = len(signs)
-        x = ((x.reshape(len(x), -1, n) * signs) @ hadamard(n).numpy()).reshape(x.shape)
-    blocks = x.reshape(len(x), -1, block)
-    amax = np.abs(blocks).max(-1, keepdims=True)
-    if tiles:
-        shared = amax.reshape(-1, block, *amax.shape[1:]).max(1)
-        amax = np.repeat(shared, block, 0)
-    s = numpy_scale(amax, levels[-1], scale)
-    a = np.minimum(np.abs(blocks) / np.where(s == 0, INF, s), levels[-1])
-    low = (np.searchsorted(levels, a, side="right") - 1).clip(max=len(levels) - 2)
-    below, above = np.take(levels, low), np.take(levels, low + 1)
+def exact_quantizer(q, x, scale, rand):
+    """q(x, rand) in float64 for x (R, K) in whole blocks, by search in the list of
+    levels; and where another may be right, as rounding errors decide."""
+    x, levels = x.double(), torch.tensor(q.fmt.levels).double()
+    if q.signs is not None:
+        n = len(q.signs)
+        x = ((x.view(-1, n) * q.signs) @ hadamard(n)).view(x.shape)
+    blocks = x.view(len(x), -1, q.block)
+    amax = blocks.abs().amax(-1, keepdim=True)
+    if q.tiles:
+        tiles = amax.view(-1, q.block, *amax.shape[1:])
+        amax = tiles.amax(1).repeat_interleave(q.block, 0)
+    s = exact_scale(amax, levels[-1], scale)
+    a = (blocks.abs() / s).clamp(max=levels[-1])
+    below, above = between(levels, a)
     fraction = (a - below) / (above - below)
-    threshold = 0.5 if rand is None else rand.reshape(a.shape)
-    near = np.abs(fraction - threshold)
-    up = fraction > 0.5 if rand is None else fraction >= threshold
-    q = np.where(up, above, below) * np.sign(blocks) * s
-    return q.reshape(x.shape), (near < 1e-4).reshape(x.shape)
+    threshold = rand.view_as(a) if q.stochastic else 0.5
+    y = torch.where(fraction > threshold, above, below) * blocks.sign() * s
+    return y.view(x.shape), ((fraction - threshold).abs() < 1e-4).view(x.shape)
 
 @every_scale
 @pytest.mark.parametrize("seed", range(12))
-def test_core_any_quantizer_equals_fifty_lines_of_numpy_in_float64(seed, scale):
+def test_core_any_quantizer_equals_another_in_float64(seed, scale):
     """Random grids, odd ones included, blocks, Hadamard sizes, rounding, tiles, dtypes,
     blocks of all sizes, among them powers of two."""
     r = random.Random(seed)
@@ -348,13 +339,10 @@ def test_core_any_quantizer_equals_fifty_lines_of_numpy_in_float64(seed, scale):
     x = x.to(r.choice((torch.float32, torch.bfloat16)))
     rand = 1 - torch.rand(x.shape, generator=gen(seed))
     q = Quantizer(Format("x", levels), SCALES[scale], block, signs, stochastic, tiles)
-    expected, either = numpy_quantizer(
-        x.float().numpy(), np.array(levels, dtype=np.float32).astype(float), block,
-        None if signs is None else signs.numpy(),
-        rand.numpy() if stochastic else None, tiles, scale)
-    got = q(x, rand).double().numpy()
-    assert either.mean() < 0.1
-    assert np.allclose(got[~either], expected[~either], rtol=1e-5, atol=1e-7)
+    expected, either = exact_quantizer(q, x, scale, rand)
+    got, expected = q(x, rand).double()[~either], expected[~either]
+    assert either.double().mean() < 0.1
+    assert torch.allclose(got, expected, rtol=1e-5, atol=1e-7)
 
 @pytest.mark.parametrize("k", [-40, -3, 1, 50])
 def test_core_q_of_a_multiple_by_a_power_of_two_is_that_multiple(k):
