@@ -147,15 +147,14 @@ def close(got, expected, length, bits=22):
 # ---- Formats, rounding to nearest, scales --------------------------------------------
 @pytest.mark.parametrize("name", MAGNITUDES)
 def test_core_levels_and_all_16_codes(name):
-    levels, codes = torch.tensor(MAGNITUDES[name]).float(), [*range(16)]
+    levels, codes = torch.tensor(MAGNITUDES[name]).float(), torch.arange(16)
     assert list(FORMATS[name].levels) == MAGNITUDES[name]
     x = torch.cat((levels, -levels))
     if name == "int4":                      # two's complement: one zero, and no -8
-        x[8], codes[8:] = 0.0, [0, 15, 14, 13, 12, 11, 10, 9]
+        x[8], codes[8:] = 0.0, torch.tensor([0, 15, 14, 13, 12, 11, 10, 9])
     q = quantize(x, name)                   # amax is g_max, so the scale is 1
     assert q.scale.tolist() == [1.0] and same_bits(q.dequantize(), x)
-    packed = [low + 16 * high for low, high in zip(codes[::2], codes[1::2])]
-    assert q.codes.tolist() == packed
+    assert torch.equal(q.codes, codes[::2] + 16 * codes[1::2])
 
 @pytest.mark.parametrize("levels", [*GRIDS.values(), *ODD_GRIDS])
 def test_core_nearest_rounding_is_brute_force_with_ties_to_even(levels):
@@ -203,8 +202,7 @@ def test_core_corners(name, scale, stochastic):
         lost |= scale.startswith("e4m3")                # or with two levels, all
         assert torch.equal(f(x).isnan(), lost) and torch.equal(f(x).isfinite(), ~lost)
     assert f(torch.full((1, 64), 1e38)).isfinite().all() and not f(zeros(2, 64)).any()
-    # It may round up, to infinity.
-    assert (f(torch.full((1, 64), LARGEST)) > 1e38).all()
+    assert (f(torch.full((1, 64), LARGEST)) > 1e38).all()       # it may be infinity
     assert f(zeros(3, 0, 32)).shape == (3, 0, 32)
 
 ufp4_with = functools.partial(replace, RECIPES["ufp4"])
@@ -274,8 +272,7 @@ def test_core_rht_multiplies_by_signs_and_an_orthonormal_matrix(n):
     h, signs = hadamard(n), random_signs(11, n)
     x, w = randn(6, 2 * n), randn(5, 2 * n, seed=1)
     expected = (x.double().view(6, 2, n) * signs.double()) @ h
-    assert torch.allclose(rotate(x, signs).double(), expected.view(6, -1),
-                          atol=2e-6, rtol=0)
+    assert close(rotate(x, signs), expected.view(6, -1), n)
     product = rotate(x, signs) @ rotate(w, signs).T
     assert close(product, x.double() @ w.double().T, 2 * n)
     assert same_bits(rotate(x.T.contiguous().T, signs), rotate(x, signs))
@@ -350,16 +347,6 @@ def test_core_q_of_a_multiple_by_a_power_of_two_is_that_multiple(k):
         changed[3, 16:32] *= 7
         other = (q(changed, rand) == q(x, rand)).view(8, 4, 16).all(-1)
         assert other.sum() == 31 and not other[3, 1]
-
-def test_core_the_rotation_decides_which_grid_is_better():
-    """Of blocks with an outlier E2M1 has less error, rotated E1M2."""
-    x = randn(1000, 16)
-    x[:, 3] *= 20
-    def error(x, fmt):
-        return (fake_quantize(x, fmt) - x).square().mean()
-    r = rotate(x, random_signs(0))
-    assert error(x, "e2m1") < 0.6 * error(x, "e1m2")
-    assert error(r, "e2m1") > 1.5 * error(r, "e1m2")
 
 # ---- A layer: on the reference, and on the kernels -----------------------------------
 def oracle(x, w, dy, recipe, keys, rounded):
@@ -545,10 +532,11 @@ def twice(f):
         return torch.autograd.grad(dx.square().sum(), x)
     return differentiate
 
-TRANSFORMS = {"twice": twice, "grad": torch.func.grad,
-              "jvp": lambda f: lambda x: torch.func.jvp(f, (x,), (x,)),
-              "grad of vmap": lambda f: torch.func.grad(
-                  lambda x: torch.func.vmap(f)(x[None]).sum())}
+TRANSFORMS = {
+    "twice": twice, "grad": torch.func.grad,
+    "grad of vmap": lambda f: torch.func.grad(
+        lambda x: torch.func.vmap(f)(x[None]).sum()),
+    "jvp": lambda f: lambda x: torch.func.jvp(f, (x,), (x,))}
 
 @compiling()
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
@@ -747,13 +735,11 @@ def quantized(x, rows=None, cols=None, form="packed"):
     return [name and kernels.Packed(*parts, name)
             for name, parts in zip(names, (made[:3], made[3:]))]
 
-def same(x, rows=None, cols=None):
+def same(x, rows, cols):
     """Asserts that the kernel's codes and scales are those of ufp4.quantize. Codes have
     no meaning where the scale is 0 or NaN. A format without INT4's name has no two's
     complement, as in the kernel."""
     for i, (q, p) in enumerate(zip((rows, cols), quantized(x, rows, cols))):
-        if q is None:
-            continue
         v = (x.T if i else x).float()
         v = v if q.signs is None else rotate(v, q.signs)
         want = quantize(v, replace(q.fmt, name=""), q.scale, q.block, q.stochastic,
@@ -825,8 +811,7 @@ def test_kernels_decode(fmt, scale):
         scales[at] = 0
         assert not scales.any()
 
-# The interpreter reads E4M3 scales as E8M0 in dot_scaled,
-# so fp4x4 is tested with E8M0 ones.
+# fp4x4 has E8M0 scales here: the interpreter knows no others in dot_scaled.
 @needs_kernels
 @pytest.mark.parametrize("path, fmt, scale", (
     ("fp4", "e2m1", "e8m0"), ("fp8", "e1m2", "e8m0_up"), ("fp4x4", "e1m2", "e8m0_up"),
@@ -878,10 +863,8 @@ def test_kernels_compile_for_gpus_that_are_not_here(call, instruction, count, sp
     assert got.get("instruction", str(got)).startswith(instruction), got
     assert got["count"] == count and got.get("spills", 0) <= spills, got
 
-@needs_kernels
-@pytest.mark.parametrize("where", ["triton"])
-@pytest.mark.parametrize("name,most", [("ufp4", 0.38), ("nvfp4", 0.29),
-                                       ("mxfp4", 0.27)])
+@pytest.mark.parametrize("name,most,where", on_kernels(
+    ("ufp4", 0.38, "triton"), ("nvfp4", 0.29, "triton"), ("mxfp4", 0.27, "triton")))
 def test_kernels_keep_the_input_in_4_bits(name, most, where, device):
     """Bytes that autograd keeps of X, over bfloat16's; nothing with a frozen weight.
     (X^T is as large as swizzled scales are filled up: 128 rows, four blocks.)"""
