@@ -72,8 +72,7 @@ every_scale = pytest.mark.parametrize("scale", BLOCKS)
 
 @pytest.fixture(autouse=True)
 def seeded_and_eager():
-    """The random numbers of a test do not depend on the tests before it. Quantizers are
-    compiled, which takes seconds, only in tests with @compiling()."""
+    """A test is the same after any other. Only with @compiling() does it compile."""
     torch.manual_seed(0)
     with torch.compiler.set_stance("force_eager"):
         yield
@@ -115,14 +114,12 @@ def same_bits(a, b):
             and bool((nan | (a.view(torch.int32) == b.view(torch.int32))).all()))
 
 def adversarial(fmt, dtype=torch.float32, low=-133, high=127):
-    """(R, 64) of magnitudes from 2^low to 2^high: random numbers of each, zeros of both
-    signs, multiples of the smallest, a spike, and the format's levels, its ties and
-    their neighbours, at several scales.
-
-    The default goes from subnormals to where the RHT overflows."""
-    power = torch.linspace(low, high, 128).round().double()
+    """(R, 64) of magnitudes from 2^low, subnormal, to 2^high, where the RHT overflows:
+    random numbers of each, zeros of both signs, multiples of the smallest, a spike, and
+    the format's levels, its ties and their neighbours, at several scales."""
+    power = torch.linspace(low, high, 128).round().double().view(32, 4)
     x = randn(32, 64).double().clamp(-1.9, 1.9)
-    x = (x * 2.0**power.view(32, 4).repeat_interleave(16, 1)).float()
+    x = (x * 2.0**power.repeat_interleave(16, 1)).float()
     x[0], x[1], x[2, 5] = 0.0, -0.0, 2.0**high
     x[3] = torch.arange(64) * -7 * 2.0**max(low - 16, -149)
     levels = torch.tensor(fmt.levels)
@@ -140,9 +137,8 @@ def adversarial(fmt, dtype=torch.float32, low=-133, high=127):
 
 def close(got, expected, length, bits=22):
     """Equal up to roundings, to `bits` bits, of a sum of `length` products."""
-    size = expected.detach().abs().max() * length**0.5
-    return torch.allclose(got.cpu().double(), expected.double(), rtol=0,
-                          atol=float(size * 2.0**-bits))
+    error = (got.cpu().double() - expected).abs().max()
+    return bool(error <= expected.abs().max() * length**0.5 * 2.0**-bits)
 
 # ---- Formats, rounding to nearest, scales --------------------------------------------
 @pytest.mark.parametrize("name", MAGNITUDES)
@@ -243,9 +239,8 @@ def test_core_over_all_random_bits_a_number_is_the_mean_of_its_neighbours(levels
 
 @pytest.mark.parametrize("seed", range(3))
 def test_core_random_numbers_are_uniform_and_uncorrelated(seed):
-    """Mean, variance, a chi-square of the 2^16 values, and the correlations of
-    neighbours, of orientations, steps, seeds, and keys that share a number:
-    within 4 standard errors of independent uniform numbers."""
+    """Mean, variance, chi-square of the 2^16 values, and correlations of neighbours, of
+    orientations, steps, seeds, keys that share a number: within 4 standard errors."""
     key, other, later = (random_key("cpu", g) for g in 3 * [gen(seed)])
     foreign = random_key("cpu", gen(seed + 100))
     half = torch.stack((key[0], later[1])), torch.stack((later[0], key[1]))
@@ -319,8 +314,7 @@ def exact_quantizer(q, x, scale, rand):
 @every_scale
 @pytest.mark.parametrize("seed", range(12))
 def test_core_any_quantizer_equals_another_in_float64(seed, scale):
-    """Random grids, odd ones included, blocks, Hadamard sizes, rounding, tiles, dtypes,
-    blocks of all sizes, among them powers of two."""
+    """Random grids, blocks, Hadamard sizes, rounding, tiles, dtypes, magnitudes."""
     r = random.Random(seed)
     levels = r.choice((*map(tuple, GRIDS.values()), *ODD_GRIDS, NF4, (0, 0.1, 0.3)))
     block, stochastic, tiles = 2 ** r.randrange(1, 6), seed % 2 > 0, seed % 3 == 0
@@ -380,8 +374,7 @@ def test_core_autograd_function_is_the_three_quantized_gemms(name, where, device
     there dY is rounded to nearest, and it sums in fewer bits than float32 has."""
     sr, bits = (("dy",), 22) if device == "cpu" else ((), 12)
     recipe = replace(RECIPES[name], sign_seed=3, sr=sr)
-    # The 45 tokens are not whole blocks.
-    x, dy = randn(3, 15, 64), randn(3, 15, 32, seed=1) * 1e-3
+    x, dy = randn(3, 15, 64), randn(3, 15, 32, seed=1) * 1e-3   # no whole blocks
     layer = ufp4.Linear(64, 32, recipe=recipe).to(device)
     x_there = x.to(device).requires_grad_()
     torch.manual_seed(5)
@@ -420,8 +413,7 @@ def test_core_each_field_of_a_recipe_reaches_its_gemm_alone(field, value, change
 
 @pytest.mark.parametrize("gemm", GEMMS)
 def test_core_a_gemm_that_a_recipe_leaves_out_is_the_unquantized_one(gemm):
-    """Said by the recipe's gemms, or by fmt=None in both quantizers of the GEMM, which
-    then still rotate: the product is the same, up to roundings."""
+    """By the recipe's gemms, or by fmt=None in its quantizers, which still rotate."""
     class Without(Recipe):
         def quantizer(self, operand, g):
             q = super().quantizer(operand, g)
@@ -736,9 +728,8 @@ def quantized(x, rows=None, cols=None, form="packed"):
             for name, parts in zip(names, (made[:3], made[3:]))]
 
 def same(x, rows, cols):
-    """Asserts that the kernel's codes and scales are those of ufp4.quantize. Codes have
-    no meaning where the scale is 0 or NaN. A format without INT4's name has no two's
-    complement, as in the kernel."""
+    """Asserts that codes and scales are those of ufp4.quantize. Codes have no meaning
+    where the scale is 0 or NaN. A kernel's INT4 has a sign bit: so it has no name."""
     for i, (q, p) in enumerate(zip((rows, cols), quantized(x, rows, cols))):
         v = (x.T if i else x).float()
         v = v if q.signs is None else rotate(v, q.signs)
@@ -758,8 +749,7 @@ def same(x, rows, cols):
     ("e1m2", "fp32", torch.float16), ("e2m1", "fp32", torch.bfloat16),
     ("e1m2", "e4m3_up", torch.bfloat16), ("e2m1", "e8m0", torch.bfloat16)])
 def test_kernels_equal_the_reference(fmt, scale, dtype):
-    """In rows and columns, rotated or not, rounded either way, of numbers of every size
-    and of what is not finite."""
+    """In rows and columns, rotated or not, rounded either way, numbers of all sizes."""
     low, high = {torch.float16: (-24, 15)}.get(dtype, (-133, 127))
     if scale.startswith("e4m3"):                # scales are relative to the largest
         low, high = -8, 8
@@ -934,12 +924,9 @@ def settings(text, tmp_path, monkeypatch):
     return lambda *flags: train.parse_args([*common, *flags])
 
 def gpt(s, recipe="bf16"):
-    """A model with weights, larger than at the start of training."""
-    model = train.GPT(s, replace(RECIPES[recipe], sr=()), 256)
-    model.init_weights()
-    with torch.no_grad():
-        for p in model.parameters():
-            p *= 3 if p.dim() > 1 else 1
+    """A model with larger weights than at the start of training."""
+    model, _ = train.build(s, replace(RECIPES[recipe], sr=()), 256)
+    model.load_state_dict({name: 3 * t for name, t in model.state_dict().items()})
     return model
 
 def weights(out):
@@ -980,8 +967,7 @@ def test_train_a_run_learns_logs_and_repeats(settings, flags, capsys):
     loss = train.train(s)
     lines, kept = records(s.out), weights(s.out)
     assert [line["step"] for line in lines] == list(range(1, 15))
-    # At first the prediction is uniform.
-    assert lines[0]["train_loss"] == pytest.approx(math.log(256), abs=0.1)
+    assert lines[0]["train_loss"] == pytest.approx(math.log(256), abs=0.1)  # uniform
     assert loss == lines[-1]["val_loss"] < 4 and "val_loss" not in lines[-2]
     assert saved(s.out) == [12, 14]
     assert train.read_log(Path(s.out) / "log.jsonl")[0]["settings"] == vars(s)
@@ -1059,8 +1045,7 @@ def test_train_attention_is_causal_and_rope_is_relative(settings):
     q, k = torch.randn(2, 1, 1, 1, 16).expand(2, 1, 1, 40, 16)
     scores = (train.rope(q) @ train.rope(k).mT)[0, 0]
     for d in 0, 3, 11:                                  # depend on the distance alone
-        diagonal = scores.diagonal(-d)
-        assert torch.allclose(diagonal, diagonal[0].expand_as(diagonal), atol=1e-4)
+        assert scores.diagonal(-d).std() < 1e-4
     assert not torch.allclose(scores[5, 0], scores[0, 0], atol=1e-2)
 
 def test_train_moe_is_the_weighted_sum_of_chosen_experts(settings):
@@ -1114,8 +1099,6 @@ def test_train_compiled_and_recomputed_blocks_have_the_gradients_of_others(
     for more, stance in ([], "force_eager"), (["--compile", "--remat"], "default"):
         s = settings("--layers", "3", "--keep-bf16", "1", "--sr", "none", *more)
         model, _ = train.build(s, train.make_recipe(s), 256)
-        torch.manual_seed(0)
-        model.init_weights()
         with torch.compiler.set_stance(stance):
             model(tokens, tokens).backward()
         grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
@@ -1211,10 +1194,8 @@ def test_train_a_signal_stops_one_run_and_not_the_next(
 
 def test_train_a_file_of_ones_own_adds_a_recipe(text, tmp_path):
     """To a process of its own. The run's log knows of it."""
-    (tmp_path / "mine.py").write_text("""if True:
-        import ufp4
-        ufp4.RECIPES["mine"] = ufp4.Recipe("mine", rht=("wgrad",), sr=("dy",))
-        """)
+    (tmp_path / "mine.py").write_text(
+        "import ufp4\nufp4.RECIPES['mine'] = ufp4.Recipe('mine', sr=('dy',))\n")
     flags = [*TINY, "--steps", "2", "--data", str(text), "--recipe", "mine"]
     for argv in ["--with", "mine.py", *flags, "--out", "a"], ["--resume", "a"]:
         done = subprocess.run([sys.executable, HERE / "train.py", *argv], cwd=tmp_path,
@@ -1293,10 +1274,8 @@ def when(module, name, count, before):
     setattr(module, name, changed)
 def kill(*_, **__):
     os.kill(os.getpid(), 9)
-def kill_in_save(state, checkpoint_id):
-    checkpoint_id.mkdir(exist_ok=True)
-    (checkpoint_id / "__0_0.distcp").write_bytes(b"half")
-    if train.RANK == train.WORLD - 1:
+def kill_one(*_, **__):
+    if train.RANK == 1:
         kill()
 def kill_in_line(config, line):
     open(config.out + "/log.jsonl", "a").write(train.json.dumps(line)[:17])
@@ -1307,10 +1286,11 @@ def stop_one(step, config):
     if step == 4 and train.RANK == 1:
         train.signal.raise_signal(train.signal.SIGTERM)
 """
-# In the midst of a save, of a line of the log, of a step, of validating, of a save
-# after its data, of deleting an old checkpoint
+# In the midst of a save before its data, of a line of the log, of a step, of
+# validating, of a save after its data, of deleting an old checkpoint
 KILLS = """
-for moment in ((train.dcp, "save", 1, kill_in_save), (train, "log", 4, kill_in_line),
+for moment in ((fs.FileSystemWriter, "write_data", 1, kill),
+               (train, "log", 4, kill_in_line),
                (train.torch.optim.AdamW, "step", 3, kill), (train, "validate", 1, kill),
                (fs.FileSystemWriter, "finish", 1, kill),
                (train.shutil, "rmtree", 2, kill)):
@@ -1366,7 +1346,7 @@ def test_train_two_processes_are_one_with_two_parts_also_after_losing_one(
     out = tmp_path / "two"
     torchrun = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
     code, error = run_train([*flags, "--remat", "--out", str(out)], """
-when(train.dcp, "save", 2, kill_in_save)
+when(fs.FileSystemWriter, "write_data", 2, kill_one)
 train.main(flags)""", tmp_path, *torchrun)
     assert code and "Signal 9" in error and saved(out) == [2], error
     code, error = run_train(["--resume", str(out)], """
@@ -1467,8 +1447,7 @@ def test_bench_a_block_takes_the_format_that_errs_less(name, formats):
     error = lambda y: (y - x).view(-1, 16).double().square().sum(-1)
     errors = [error(fake_quantize(x, f)) for f in formats]
     assert torch.equal(error(q(x)), torch.minimum(*errors))
-    # The squares of these numbers are more than float32 holds.
-    assert torch.equal(q(x * 2.0**80), q(x) * 2.0**80)
+    assert torch.equal(q(x * 2.0**80), q(x) * 2.0**80)  # whose squares overflow
     # The format is chosen without noise, so SR has no bias.
     x = randn(20_000, 64, seed=1)                       # SR draws from seed 0
     alpha, se = bench.slope(RECIPES[name].quantizer("dy", "dgrad")(x), x)
@@ -1497,8 +1476,7 @@ def test_bench_every_row_is_another_and_fits_its_models():
                 s = train.parse_args([*bench.MODELS[model], *bench.row_flags(row),
                                       "--device", "cpu"])
                 recipe = train.make_recipe(s)
-                # This raises if a layer has no whole blocks
-                _, _, active, _ = bench.counted(s, recipe)
+                _, _, active, _ = bench.counted(s, recipe)      # the blocks are whole
                 same = row in ("ufp4", "ufp4-int4", "ufp4-scratch")
                 if row not in bench.HELPED:         # these differ by block or step
                     assert same == (not differ(plain, results(recipe))), row
@@ -1541,9 +1519,8 @@ def test_bench_the_two_by_two_says_what_helps():
 def test_bench_what_lies_beyond_the_line_of_doses():
     """Doses on a line have nothing beyond it, a recipe has what it is off by."""
     noise = dict(zip(bench.DOSES, (0.005, 0.006, 0.0075, 0.01, 0.015)), e2m1=0.007)
-    errors = {row: [0.001 * seed + 4 * x for seed in range(3)]
+    errors = {row: [0.001 * seed + 4 * x - 0.003 * (row == "e2m1") for seed in range(3)]
               for row, x in noise.items()}
-    errors["e2m1"] = [error - 0.003 for error in errors["e2m1"]]
     results = of(**{"cause-0.3m": errors | {"bf16": (0, 0, 0)}})
     for r in results.runs:
         r |= {"noise": noise.get(r["row"]), "slope": 1 - noise.get(r["row"], 0)}
@@ -1586,8 +1563,7 @@ def test_bench_the_growth_for_each_doubling_is_the_slope_of_a_line():
     assert half == pytest.approx(12.71 * np.std(slopes, ddof=1) / math.sqrt(2))
 
 def test_bench_one_seed_has_the_interval_that_the_records_foretell():
-    """Of 400 seeds, each with its own error that all rows share: of a difference, and
-    of a difference of differences."""
+    """Of a difference, and of one of differences, for 400 seeds with their errors."""
     rows, noise = {"ufp4": 0.01, "a": 0.02, "b": 0.02, "c": 0.04}, 0.001 * randn(5, 400)
     drawn = {row: (error + noise[i] + noise[4]).tolist()
              for i, (row, error) in enumerate(rows.items())}
@@ -1615,12 +1591,12 @@ def test_bench_the_reduction_is_of_the_seeds_that_have_all():
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch):
     """out/bench, the records and the pages, in tmp_path."""
-    for name, path in (("OUT", tmp_path / "bench"), ("RECORDS", tmp_path / "records")):
-        monkeypatch.setattr(bench, name, path)
+    pages = tmp_path / "README.md", tmp_path / "records/README.md"
+    for name, new in (("OUT", tmp_path / "bench"), ("RECORDS", tmp_path / "records"),
+                      ("PAGES", pages)):
+        monkeypatch.setattr(bench, name, new)
     shutil.copytree(HERE / "data/results", bench.RECORDS)
     shutil.copy(HERE / "README.md", tmp_path)
-    pages = tmp_path / "README.md", bench.RECORDS / "README.md"
-    monkeypatch.setattr(bench, "PAGES", pages)
     return tmp_path
 
 def test_bench_the_commands_that_need_no_gpu(elsewhere, monkeypatch, capsys):
