@@ -1192,15 +1192,16 @@ def test_train_a_signal_stops_one_run_and_not_the_next(
     train.train(train.parse_args(["--resume", s.out]))
     assert records(s.out)[-1]["step"] == 8
 
-def test_train_a_file_of_ones_own_adds_a_recipe(text, tmp_path):
-    """To a process of its own. The run's log knows of it."""
-    (tmp_path / "mine.py").write_text(
+def test_train_a_file_of_ones_own_adds_a_recipe(settings, tmp_path, monkeypatch):
+    """The run's log knows of it, so that a process that goes on has it."""
+    monkeypatch.setattr(ufp4, "RECIPES", dict(RECIPES))
+    (tmp_path / "with_mine.py").write_text(
         "import ufp4\nufp4.RECIPES['mine'] = ufp4.Recipe('mine', sr=('dy',))\n")
-    flags = [*TINY, "--steps", "2", "--data", str(text), "--recipe", "mine"]
-    for argv in ["--with", "mine.py", *flags, "--out", "a"], ["--resume", "a"]:
-        done = subprocess.run([sys.executable, HERE / "train.py", *argv], cwd=tmp_path,
-                              text=True, capture_output=True)
-        assert "recipe mine" in done.stdout and done.returncode == 0, done.stderr
+    s = settings("--with", str(tmp_path / "with_mine.py"), "--recipe", "mine")
+    train.train(s)
+    done = subprocess.run([sys.executable, HERE / "train.py", "--resume", s.out],
+                          text=True, capture_output=True)
+    assert "recipe mine" in done.stdout and done.returncode == 0, done.stderr
 
 @pytest.mark.parametrize("where,interval", [("loss", "1"), ("gradient", "100")])
 def test_train_what_is_not_finite_stops_the_run_before_it_is_saved(
