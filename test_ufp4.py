@@ -1401,8 +1401,7 @@ def test_data_a_token_file_is_whole_or_named_and_a_missing_one_made_again(tmp_pa
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match="a.bin is damaged.*delete it"):
             prepare.read_tokens(path)
-    # By the command, in a folder of its own
-    shutil.copy(HERE / "data/prepare.py", tmp_path)
+    shutil.copy(HERE / "data/prepare.py", tmp_path)     # a command with its own folder
     text.write_text("abc" * 100)
     d = prepare.prepare(str(text), tmp_path)
     for path in d.train[0], d.val[0]:
@@ -1505,9 +1504,8 @@ def test_bench_loss_errors_are_paired_by_seed_and_signed():
     assert r.cell({("m", "c"): 1}) == "inf (2)" and r.cell({("m", "none"): 1}) == ""
     mean, half = r.contrast(bench.on("m", {"b": 1, "a": -1}))     # over seeds 0 and 1
     assert (mean, half) == pytest.approx((0.02, 12.71 * 0.01))
-    # t(3, 0.975) = 3.182, s = sqrt(5/3)
-    mean, half = bench.interval([1.0, 2.0, 3.0, 4.0])
-    assert mean == 2.5 and half == pytest.approx(3.182 * math.sqrt(5 / 3 / 4))
+    expected = 2.5, 3.182 * math.sqrt(5 / 3 / 4)    # t(3, 0.975) s / sqrt(4)
+    assert bench.interval([1.0, 2.0, 3.0, 4.0]) == pytest.approx(expected)
 
 def test_bench_the_two_by_two_says_what_helps():
     r = of(m={"e2m1": (0.02, 0.03), "e2m1-full-rht": (0.024, 0.034),
@@ -1526,9 +1524,8 @@ def test_bench_what_lies_beyond_the_line_of_doses():
     for r in results.runs:
         r |= {"noise": noise.get(r["row"]), "slope": 1 - noise.get(r["row"], 0)}
     for row in noise:
-        mean, half = results.contrast(bench.beyond_line(results, "cause-0.3m", row))
-        assert mean == pytest.approx(-0.003 * (row == "e2m1"), abs=1e-12)
-        assert half == pytest.approx(0, abs=1e-12)
+        found = results.contrast(bench.beyond_line(results, "cause-0.3m", row))
+        assert found == pytest.approx((-0.003 * (row == "e2m1"), 0), abs=1e-12)
     (table,) = bench.tables_of(results, ["dose"]).values()
     assert table[0][-1] == "beyond the line, %"
     assert ["`e2m1`", "-0.30 ± 0.00"] in [[row[0], row[-1]] for row in table]
@@ -1557,11 +1554,11 @@ def test_bench_the_growth_for_each_doubling_is_the_slope_of_a_line():
     """Over two seeds and three sizes. numpy's own fit is the oracle."""
     sizes, errors = {"m2": 2, "m4": 4, "m16": 16}, randn(3, 3)
     r = of(**{m: {"a": e, "b": (0.0, 0.5)} for m, e in zip(sizes, errors.tolist())})
-    slopes = [np.polyfit([1, 2, 4], errors[:, seed] - 0.5 * seed, 1)[0]
-              for seed in range(2)]                 # the third seed has no b
+    differences = errors[:, :2] - torch.tensor([0, 0.5])       # the third seed has no b
+    slopes = np.polyfit([1, 2, 4], differences, 1)[0]
     mean, half = r.contrast(bench.doubling(sizes, {"a": 1, "b": -1}))
-    assert mean == pytest.approx(np.mean(slopes))
-    assert half == pytest.approx(12.71 * np.std(slopes, ddof=1) / math.sqrt(2))
+    assert mean == pytest.approx(slopes.mean())
+    assert half == pytest.approx(12.71 * slopes.std(ddof=1) / math.sqrt(2))
 
 def test_bench_one_seed_has_the_interval_that_the_records_foretell():
     """Of a difference, and of one of differences, for 400 seeds with their errors."""
@@ -1721,8 +1718,7 @@ def test_bench_the_share_of_codes_used_and_the_noise_of_products():
     # Three magnitudes of E1M2 in equal numbers use 3 of 8 codes, one uses 1
     x = torch.tensor([[1.75, -1.0, 0.0, 1.0, -1.75, 0.0] * 8]).view(3, 16)
     assert bench.used(x, "e1m2") == pytest.approx(3 / 8, rel=1e-6)
-    x, w, dy = (randn(n, k, seed=i) for i, (n, k) in
-                enumerate(((64, 32), (48, 32), (64, 48))))
+    x, w, dy = randn(64, 32), randn(48, 32, seed=1), randn(64, 48, seed=2)
     x[:, 3] *= 20
     found, q = bench.measure(x, w, dy), Quantizer(E1M2, signs=random_signs(0))
     for what, product, exact in (("Y", q(x) @ q(w).T, x @ w.T),
