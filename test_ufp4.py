@@ -505,15 +505,15 @@ def test_core_tensors_without_data_have_shapes_and_leave_no_trace(where, device)
 @compiling()
 @pytest.mark.parametrize("where", ["torch", *on_kernels(("triton",))])
 def test_core_a_compiled_product_has_the_same_derivatives(where, device):
-    """Of X and W, and of the W of experts alone. Without a graph break."""
+    """With respect to X and W, of a product and of experts, without a graph break."""
     x, w = randn(32, 32).to(device), randn(3, 48, 32, seed=1).to(device)
     dy, offsets = randn(32, 48, seed=2).to(device), torch.tensor([5, 5, 32]).to(device)
     for x, w, ends in ((x, w[0], None), (x.bfloat16(), w.bfloat16(), offsets)):
         recipe = replace(RECIPES["e2m1"], sr=())
         f = functools.partial(ufp4.linear, recipe=recipe, offsets=ends)
         compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
-        wanted = [v.requires_grad_() for v in ((x, w) if ends is None else (w,))]
-        for got, expected in zip(*(torch.autograd.grad(product(x, w), wanted, dy)
+        x, w = x.requires_grad_(), w.requires_grad_()
+        for got, expected in zip(*(torch.autograd.grad(product(x, w), (x, w), dy)
                                    for product in (compiled, f))):
             assert torch.equal(got, expected)
 
