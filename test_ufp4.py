@@ -72,11 +72,7 @@ every_scale = pytest.mark.parametrize("scale", BLOCKS)
 
 @pytest.fixture(autouse=True)
 def seeded_and_eager():
-    """What a test draws from torch's default generator does not depend on the tests
-    before it.
-
-    What takes seconds to compile runs eagerly, but in tests of torch.compile, with
-    @compiling()."""
+    """A test is the same after any other. Only with @compiling() does it compile."""
     torch.manual_seed(0)
     with torch.compiler.set_stance("force_eager"):
         yield
@@ -84,10 +80,11 @@ def seeded_and_eager():
 compiling = functools.partial(torch.compiler.set_stance, "default")
 zeros = torch.zeros
 
-def multiply_on(where, monkeypatch):
-    """Layers run on the reference ("torch"), on the kernels ("triton"), or on the
-    kernels as on another GPU ("sm_120"), where the interpreter multiplies as it does.
-    -> the device that tensors should be on."""
+@pytest.fixture
+def device(where, monkeypatch):
+    """Where tensors should be. Layers run on the reference (where = "torch"), on the
+    kernels ("triton"), or on the kernels as on another GPU ("sm_120"), where the
+    interpreter multiplies as it does."""
     monkeypatch.setenv("UFP4_BACKEND", "torch" if where == "torch" else "triton")
     if where.startswith("sm"):
         if not kernels.INTERPRET:
@@ -117,14 +114,12 @@ def same_bits(a, b):
             and bool((nan | (a.view(torch.int32) == b.view(torch.int32))).all()))
 
 def adversarial(fmt, dtype=torch.float32, low=-133, high=127):
-    """(R, 64) of magnitudes from 2^low to 2^high: random numbers of each, zeros of both
-    signs, multiples of the smallest, a spike, and the format's levels, its ties and
-    their neighbours, at several scales.
-
-    The default goes from subnormals to where the RHT overflows."""
-    power = torch.linspace(low, high, 128).round().double()
+    """(R, 64) of magnitudes from 2^low, subnormal, to 2^high, where the RHT overflows:
+    random numbers of each, zeros of both signs, multiples of the smallest, a spike, and
+    the format's levels, its ties and their neighbours, at several scales."""
+    power = torch.linspace(low, high, 128).round().double().view(32, 4)
     x = randn(32, 64).double().clamp(-1.9, 1.9)
-    x = (x * 2.0**power.view(32, 4).repeat_interleave(16, 1)).float()
+    x = (x * 2.0**power.repeat_interleave(16, 1)).float()
     x[0], x[1], x[2, 5] = 0.0, -0.0, 2.0**high
     x[3] = torch.arange(64) * -7 * 2.0**max(low - 16, -149)
     levels = torch.tensor(fmt.levels)
@@ -142,41 +137,31 @@ def adversarial(fmt, dtype=torch.float32, low=-133, high=127):
 
 def close(got, expected, length, bits=22):
     """Equal up to roundings, to `bits` bits, of a sum of `length` products."""
-    size = expected.detach().abs().max() * length**0.5
-    return torch.allclose(got.cpu().double(), expected.double(), rtol=0,
-                          atol=float(size * 2.0**-bits))
+    error = (got.cpu().double() - expected).abs().max()
+    return bool(error <= expected.abs().max() * length**0.5 * 2.0**-bits)
 
 # ---- Formats, rounding to nearest, scales --------------------------------------------
 @pytest.mark.parametrize("name", MAGNITUDES)
 def test_core_levels_and_all_16_codes(name):
-    codes = [c for c in range(16) if not (name == "int4" and c == 8)]           # no -8
-    if name == "int4":
-        values = [float(c - 16 if c > 7 else c) for c in codes]
-    else:
-        values = [math.copysign(MAGNITUDES[name][c & 7], -1 if c & 8 else 1)
-                  for c in codes]
+    levels, codes = torch.tensor(MAGNITUDES[name]).float(), torch.arange(16)
     assert list(FORMATS[name].levels) == MAGNITUDES[name]
-    codes, x = (codes + [0])[:16], torch.tensor((values + [0.0])[:16])
+    x = torch.cat((levels, -levels))
+    if name == "int4":                      # two's complement: one zero, and no -8
+        x[8], codes[8:] = 0.0, torch.tensor([0, 15, 14, 13, 12, 11, 10, 9])
     q = quantize(x, name)                   # amax is g_max, so the scale is 1
     assert q.scale.tolist() == [1.0] and same_bits(q.dequantize(), x)
-    packed = [low + 16 * high for low, high in zip(codes[::2], codes[1::2])]
-    assert q.codes.tolist() == packed
+    assert torch.equal(q.codes, codes[::2] + 16 * codes[1::2])
 
 @pytest.mark.parametrize("levels", [*GRIDS.values(), *ODD_GRIDS])
 def test_core_nearest_rounding_is_brute_force_with_ties_to_even(levels):
-    exact, top = [Fraction(v) for v in levels], levels[-1]
-    ties = np.array([(a + b) / 2 for a, b in zip(exact, exact[1:])], dtype=np.float32)
-    near = [np.nextafter(ties, np.float32(to)) for to in (0, 99)]
-    points = np.concatenate([ties, *near, np.linspace(0, top, 2001, dtype=np.float32)])
-    nearest = []
+    grid, exact = torch.tensor(levels).float(), [Fraction(v) for v in levels]
+    ties = (grid[1:] + grid[:-1]) / 2
+    near = [ties.nextafter(torch.tensor(to)) for to in (0.0, INF)]
+    points, nearest = torch.cat((ties, *near, torch.linspace(0, levels[-1], 2001))), []
     for a in points.tolist():
         distances = [abs(Fraction(a) - level) for level in exact]
         nearest.append(min(range(len(levels)), key=lambda i: (distances[i], i % 2)))
-    expected, points = torch.tensor(levels).float()[nearest], torch.from_numpy(points)
-    # 15 of the largest level make the scale of each block 1
-    x = torch.stack((points, -points, *[torch.full_like(points, top)] * 14), 1)
-    assert torch.equal(fake_quantize(x, Format("x", tuple(levels)))[:, :2],
-                       torch.stack((expected, -expected), 1))
+    assert torch.equal(Format("x", tuple(levels)).round(points), grid[nearest])
 
 @pytest.mark.parametrize("name", GRIDS)
 def test_core_the_gaussian_slope_in_closed_form_is_what_is_measured(name):
@@ -213,8 +198,7 @@ def test_core_corners(name, scale, stochastic):
         lost |= scale.startswith("e4m3")                # or with two levels, all
         assert torch.equal(f(x).isnan(), lost) and torch.equal(f(x).isfinite(), ~lost)
     assert f(torch.full((1, 64), 1e38)).isfinite().all() and not f(zeros(2, 64)).any()
-    # It may round up, to infinity.
-    assert (f(torch.full((1, 64), LARGEST)) > 1e38).all()
+    assert (f(torch.full((1, 64), LARGEST)) > 1e38).all()       # it may be infinity
     assert f(zeros(3, 0, 32)).shape == (3, 0, 32)
 
 ufp4_with = functools.partial(replace, RECIPES["ufp4"])
@@ -233,28 +217,30 @@ ufp4_with = functools.partial(replace, RECIPES["ufp4"])
      lambda: ufp4.linear(zeros(4, 16), zeros(2, 16, 16), "ufp4", torch.tensor([3, 2]))),
     *(("two to eight levels", functools.partial(Format, "x", levels)) for levels in (
         (0,), (0, 2, 1), (0, 1, 1), (1, 2), (-1, 0, 1), (0, NAN), tuple(range(9))))])
-def test_core_bad_arguments_are_named(message, call, monkeypatch):
-    multiply_on("torch", monkeypatch)
+def test_core_bad_arguments_are_named(message, call):
     with pytest.raises(ValueError, match=message):
         call()
 
 # ---- Stochastic rounding, by its law -------------------------------------------------
+def between(levels, a):
+    """The two levels that a lies between, or is one of."""
+    i = torch.searchsorted(levels, a, right=True).clamp(1, len(levels) - 1)
+    return levels[i - 1], levels[i]
+
 @pytest.mark.parametrize("levels", [*GRIDS.values(), *ODD_GRIDS])
 def test_core_over_all_random_bits_a_number_is_the_mean_of_its_neighbours(levels):
     """Each of the 65536 random numbers once."""
     fmt, grid = Format("x", tuple(levels)), torch.tensor(levels).double()
     a = torch.cat((torch.linspace(0, levels[-1], 100), grid.float()))[:, None]
     q = fmt.round(a, (torch.arange(65536) + 0.5) * 2.0**-16).double()
-    above = torch.searchsorted(grid, a.double(), right=True).clamp(max=len(grid) - 1)
-    below, above = grid[above - 1], grid[above]
+    below, above = between(grid, a.double())
     assert ((q == below) | (q == above)).all() and (q[100:] == grid[:, None]).all()
     assert ((q.mean(1, keepdim=True) - a).abs() <= (above - below) * 2.0**-17).all()
 
 @pytest.mark.parametrize("seed", range(3))
 def test_core_random_numbers_are_uniform_and_uncorrelated(seed):
-    """Mean, variance, a chi-square of the 2^16 values, and the correlations of
-    neighbours, of orientations, steps, seeds, and keys that share a number:
-    within 4 standard errors of independent uniform numbers."""
+    """Mean, variance, chi-square of the 2^16 values, and correlations of neighbours, of
+    orientations, steps, seeds, keys that share a number: within 4 standard errors."""
     key, other, later = (random_key("cpu", g) for g in 3 * [gen(seed)])
     foreign = random_key("cpu", gen(seed + 100))
     half = torch.stack((key[0], later[1])), torch.stack((later[0], key[1]))
@@ -281,8 +267,7 @@ def test_core_rht_multiplies_by_signs_and_an_orthonormal_matrix(n):
     h, signs = hadamard(n), random_signs(11, n)
     x, w = randn(6, 2 * n), randn(5, 2 * n, seed=1)
     expected = (x.double().view(6, 2, n) * signs.double()) @ h
-    assert torch.allclose(rotate(x, signs).double(), expected.view(6, -1),
-                          atol=2e-6, rtol=0)
+    assert close(rotate(x, signs), expected.view(6, -1), n)
     product = rotate(x, signs) @ rotate(w, signs).T
     assert close(product, x.double() @ w.double().T, 2 * n)
     assert same_bits(rotate(x.T.contiguous().T, signs), rotate(x, signs))
@@ -292,52 +277,44 @@ def test_core_rht_multiplies_by_signs_and_an_orthonormal_matrix(n):
     assert rotate(torch.full((1, n), 2.0**120).bfloat16(), signs).isfinite().all()
 
 # All E4M3 numbers but the 128th, which is NaN
-E4M3 = np.array([(m / 8 + (e > 0)) * 2.0 ** (max(e, 1) - 7)
-                 for e in range(16) for m in range(8)][:127])
+E4M3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
 
-def numpy_scale(amax, g_max, scale):
-    """Block scales in float64. frexp gives m 2^e with 0.5 <= m < 1."""
-    if scale.startswith("e8m0"):
-        mantissa, e = np.frexp(amax / g_max)
-        if scale == "e8m0":
-            mantissa, e = np.ones_like(amax), np.frexp(amax)[1] - np.frexp(g_max)[1]
-        return 2.0 ** np.clip(e - (mantissa == 0.5), -127, 127)
+def exact_scale(amax, g_max, scale):
+    """Block scales in float64."""
+    if scale == "e8m0":
+        return 2.0 ** (amax.log2().floor() - g_max.log2().floor()).clamp(-127, 127)
+    if scale == "e8m0_up":
+        return 2.0 ** (amax / g_max).log2().ceil().clamp(-127, 127)
     t = amax.max() / 448 / g_max if "e4m3" in scale else 1
     r = amax / g_max / t
-    above = np.searchsorted(E4M3, r * (1 - 1e-7)).clip(1, 126)
-    middle = (E4M3[above] + E4M3[above - 1]) / 2
-    down = (r < middle) | (r == middle) & (above % 2 == 1)      # a tie goes to even
-    nearest = np.where(down, above - 1, above)
-    return {"fp32": r, "e4m3": E4M3[nearest] * t, "e4m3_up": E4M3[above] * t}[scale]
+    _, above = between(E4M3, r * (1 - 1e-7))
+    nearest = r.float().to(torch.float8_e4m3fn).double()
+    return {"fp32": r, "e4m3": nearest * t, "e4m3_up": above * t}[scale]
 
-def numpy_quantizer(x, levels, block, signs, rand, tiles, scale):
-    """Q(x) in float64 for x (R, K) in whole blocks, by search in the list of levels;
-    and where another may be right, as rounding errors decide."""
-    x = x.astype(np.float64)
-    if signs is not None:
-        n = len(signs)
-        x = ((x.reshape(len(x), -1, n) * signs) @ hadamard(n).numpy()).reshape(x.shape)
-    blocks = x.reshape(len(x), -1, block)
-    amax = np.abs(blocks).max(-1, keepdims=True)
-    if tiles:
-        shared = amax.reshape(-1, block, *amax.shape[1:]).max(1)
-        amax = np.repeat(shared, block, 0)
-    s = numpy_scale(amax, levels[-1], scale)
-    a = np.minimum(np.abs(blocks) / np.where(s == 0, INF, s), levels[-1])
-    low = (np.searchsorted(levels, a, side="right") - 1).clip(max=len(levels) - 2)
-    below, above = np.take(levels, low), np.take(levels, low + 1)
+def exact_quantizer(q, x, scale, rand):
+    """q(x, rand) in float64 for x (R, K) in whole blocks, by search in the list of
+    levels; and where another may be right, as rounding errors decide."""
+    x, levels = x.double(), torch.tensor(q.fmt.levels).double()
+    if q.signs is not None:
+        n = len(q.signs)
+        x = ((x.view(-1, n) * q.signs) @ hadamard(n)).view(x.shape)
+    blocks = x.view(len(x), -1, q.block)
+    amax = blocks.abs().amax(-1, keepdim=True)
+    if q.tiles:
+        tiles = amax.view(-1, q.block, *amax.shape[1:])
+        amax = tiles.amax(1).repeat_interleave(q.block, 0)
+    s = exact_scale(amax, levels[-1], scale)
+    a = (blocks.abs() / s).clamp(max=levels[-1])
+    below, above = between(levels, a)
     fraction = (a - below) / (above - below)
-    threshold = 0.5 if rand is None else rand.reshape(a.shape)
-    near = np.abs(fraction - threshold)
-    up = fraction > 0.5 if rand is None else fraction >= threshold
-    q = np.where(up, above, below) * np.sign(blocks) * s
-    return q.reshape(x.shape), (near < 1e-4).reshape(x.shape)
+    threshold = rand.view_as(a) if q.stochastic else 0.5
+    y = torch.where(fraction > threshold, above, below) * blocks.sign() * s
+    return y.view(x.shape), ((fraction - threshold).abs() < 1e-4).view(x.shape)
 
 @every_scale
 @pytest.mark.parametrize("seed", range(12))
-def test_core_any_quantizer_equals_fifty_lines_of_numpy_in_float64(seed, scale):
-    """Random grids, odd ones included, blocks, Hadamard sizes, rounding, tiles, dtypes,
-    blocks of all sizes, among them powers of two."""
+def test_core_any_quantizer_equals_another_in_float64(seed, scale):
+    """Random grids, blocks, Hadamard sizes, rounding, tiles, dtypes, magnitudes."""
     r = random.Random(seed)
     levels = r.choice((*map(tuple, GRIDS.values()), *ODD_GRIDS, NF4, (0, 0.1, 0.3)))
     block, stochastic, tiles = 2 ** r.randrange(1, 6), seed % 2 > 0, seed % 3 == 0
@@ -348,13 +325,10 @@ def test_core_any_quantizer_equals_fifty_lines_of_numpy_in_float64(seed, scale):
     x = x.to(r.choice((torch.float32, torch.bfloat16)))
     rand = 1 - torch.rand(x.shape, generator=gen(seed))
     q = Quantizer(Format("x", levels), SCALES[scale], block, signs, stochastic, tiles)
-    expected, either = numpy_quantizer(
-        x.float().numpy(), np.array(levels, dtype=np.float32).astype(float), block,
-        None if signs is None else signs.numpy(),
-        rand.numpy() if stochastic else None, tiles, scale)
-    got = q(x, rand).double().numpy()
-    assert either.mean() < 0.1
-    assert np.allclose(got[~either], expected[~either], rtol=1e-5, atol=1e-7)
+    expected, either = exact_quantizer(q, x, scale, rand)
+    got, expected = q(x, rand).double()[~either], expected[~either]
+    assert either.double().mean() < 0.1
+    assert torch.allclose(got, expected, rtol=1e-5, atol=1e-7)
 
 @pytest.mark.parametrize("k", [-40, -3, 1, 50])
 def test_core_q_of_a_multiple_by_a_power_of_two_is_that_multiple(k):
@@ -367,16 +341,6 @@ def test_core_q_of_a_multiple_by_a_power_of_two_is_that_multiple(k):
         changed[3, 16:32] *= 7
         other = (q(changed, rand) == q(x, rand)).view(8, 4, 16).all(-1)
         assert other.sum() == 31 and not other[3, 1]
-
-def test_core_the_rotation_decides_which_grid_is_better():
-    """Of blocks with an outlier E2M1 has less error, rotated E1M2."""
-    x = randn(1000, 16)
-    x[:, 3] *= 20
-    def error(x, fmt):
-        return (fake_quantize(x, fmt) - x).square().mean()
-    r = rotate(x, random_signs(0))
-    assert error(x, "e2m1") < 0.6 * error(x, "e1m2")
-    assert error(r, "e2m1") > 1.5 * error(r, "e1m2")
 
 # ---- A layer: on the reference, and on the kernels -----------------------------------
 def oracle(x, w, dy, recipe, keys, rounded):
@@ -405,17 +369,13 @@ def oracle(x, w, dy, recipe, keys, rounded):
     *on_kernels(*((name, "triton") for name in (*QUANTIZED, "e2m1-max3")
                   if name != "ufp4-int4"),
                 ("mxfp4", "sm_120"), ("ufp4-mx", "sm_120"))])
-def test_core_autograd_function_is_the_three_quantized_gemms(name, where, monkeypatch):
+def test_core_autograd_function_is_the_three_quantized_gemms(name, where, device):
     """From the same seed, exact up to the order of sums. The kernels check themselves
-    here, and round codes times float32 scales to bfloat16.
-
-    A GPU draws other keys than a CPU, so there dY is rounded to nearest, and its tensor
-    cores need not sum in all of float32's bits."""
-    device = multiply_on(where, monkeypatch)
+    here, and round codes times float32 scales to bfloat16. A GPU draws other keys, so
+    there dY is rounded to nearest, and it sums in fewer bits than float32 has."""
     sr, bits = (("dy",), 22) if device == "cpu" else ((), 12)
     recipe = replace(RECIPES[name], sign_seed=3, sr=sr)
-    # The 45 tokens are not whole blocks.
-    x, dy = randn(3, 15, 64), randn(3, 15, 32, seed=1) * 1e-3
+    x, dy = randn(3, 15, 64), randn(3, 15, 32, seed=1) * 1e-3   # no whole blocks
     layer = ufp4.Linear(64, 32, recipe=recipe).to(device)
     x_there = x.to(device).requires_grad_()
     torch.manual_seed(5)
@@ -454,8 +414,7 @@ def test_core_each_field_of_a_recipe_reaches_its_gemm_alone(field, value, change
 
 @pytest.mark.parametrize("gemm", GEMMS)
 def test_core_a_gemm_that_a_recipe_leaves_out_is_the_unquantized_one(gemm):
-    """Said by the recipe's gemms, or by fmt=None in both quantizers of the GEMM, which
-    then still rotate: the product is the same, up to roundings."""
+    """By the recipe's gemms, or by fmt=None in its quantizers, which still rotate."""
     class Without(Recipe):
         def quantizer(self, operand, g):
             q = super().quantizer(operand, g)
@@ -471,9 +430,8 @@ def test_core_a_gemm_that_a_recipe_leaves_out_is_the_unquantized_one(gemm):
 @pytest.mark.parametrize("name,where", [
     *((name, "torch") for name in ("bf16", *QUANTIZED)),
     *on_kernels(("ufp4", "triton"), ("nvfp4", "triton"), ("mxfp4", "sm_120"))])
-def test_core_grouped_is_a_loop_over_experts(name, where, monkeypatch):
+def test_core_grouped_is_a_loop_over_experts(name, where, device):
     """The kernels multiply experts in bfloat16."""
-    device = multiply_on(where, monkeypatch)
     recipe, sizes = replace(RECIPES[name], sr=()), [5, 0, 32, 17, 0, 1]     # ragged
     offsets = torch.tensor(sizes).cumsum(0)
     x, w, dy = randn(55, 64), randn(6, 32, 64, seed=1), randn(55, 32, seed=2)
@@ -511,9 +469,9 @@ def test_core_dtypes_and_autocast(dtype, autocast):
 @pytest.mark.parametrize("name,where,experts", [
     ("bf16", "torch", 0), ("bf16", "torch", 3), ("ufp4", "torch", 0),
     ("ufp4", "torch", 3), *on_kernels(("ufp4", "triton", 0), ("nvfp4", "triton", 0))])
-def test_core_frozen_operands_and_no_tokens(name, where, experts, monkeypatch):
+def test_core_frozen_operands_and_no_tokens(name, where, experts, device):
     """A frozen operand changes nothing for the other; no tokens are no error."""
-    device, found = multiply_on(where, monkeypatch), []
+    found = []
     for tokens, of_x, of_w in ((0, True, True), (16, True, True), (16, True, False),
                                (16, False, True)):
         x = randn(tokens, 32).to(device).requires_grad_(of_x)
@@ -529,8 +487,8 @@ def test_core_frozen_operands_and_no_tokens(name, where, experts, monkeypatch):
     assert torch.equal(dx, same_dx) and torch.equal(dw, same_dw)
 
 @pytest.mark.parametrize("where", ["torch", *on_kernels(("triton",))])
-def test_core_tensors_without_data_have_shapes_and_leave_no_trace(where, monkeypatch):
-    device, x = multiply_on(where, monkeypatch), randn(32, 32)
+def test_core_tensors_without_data_have_shapes_and_leave_no_trace(where, device):
+    x = randn(32, 32)
     with FakeTensorMode(allow_non_fake_inputs=True):
         recipe = ufp4_with(sign_seed=7, sr=())      # its signs have data all the same
         fake = torch.randn(256, 256, device=device).requires_grad_()
@@ -545,53 +503,45 @@ def test_core_tensors_without_data_have_shapes_and_leave_no_trace(where, monkeyp
     assert close(y, q(x).double() @ q(x).double().T, 32, 7)
 
 # ---- Derivatives: right, or an error -------------------------------------------------
-func = torch.func
+@compiling()
+@pytest.mark.parametrize("where", ["torch", *on_kernels(("triton",))])
+def test_core_a_compiled_product_has_the_same_derivatives(where, device):
+    """With respect to X and W, of a product and of experts, without a graph break."""
+    x, w = randn(32, 32).to(device), randn(3, 48, 32, seed=1).to(device)
+    dy, offsets = randn(32, 48, seed=2).to(device), torch.tensor([5, 5, 32]).to(device)
+    for x, w, ends in ((x, w[0], None), (x.bfloat16(), w.bfloat16(), offsets)):
+        recipe = replace(RECIPES["e2m1"], sr=())
+        f = functools.partial(ufp4.linear, recipe=recipe, offsets=ends)
+        compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+        x, w = x.requires_grad_(), w.requires_grad_()
+        for got, expected in zip(*(torch.autograd.grad(product(x, w), (x, w), dy)
+                                   for product in (compiled, f))):
+            assert torch.equal(got, expected)
 
 def twice(f):
     """Of a loss that has a second derivative besides."""
     def differentiate(x):
         (dx,) = torch.autograd.grad(f(x) + x.square().sum(), x, create_graph=True)
-        return torch.autograd.grad(dx.square().sum(), x)[0]
+        return torch.autograd.grad(dx.square().sum(), x)
     return differentiate
 
-FIRST = {
-    "backward": lambda f: lambda x: torch.autograd.grad(f(x), x)[0], "grad": func.grad,
-    "vmap of grad": lambda f: lambda x: func.vmap(func.grad(f))(x[None])[0],
-    "grad of vmap": lambda f: func.grad(lambda x: func.vmap(f)(x[None]).sum())}
-SECOND = {
-    "grad of grad": lambda f: func.grad(lambda x: func.grad(f)(x).square().sum()),
-    "jvp": lambda f: lambda x: func.jvp(f, (x,), (x,))[1], "twice": twice}
+TRANSFORMS = {
+    "twice": twice, "grad": torch.func.grad,
+    "grad of vmap": lambda f: torch.func.grad(
+        lambda x: torch.func.vmap(f)(x[None]).sum()),
+    "jvp": lambda f: lambda x: torch.func.jvp(f, (x,), (x,))}
 
 @compiling()
-@pytest.mark.parametrize("name,mode", [
-    *itertools.product([*FIRST, *SECOND], ["eager", "compiled"]),
-    *on_kernels(("backward", "triton"))])
-def test_core_a_derivative_is_right_or_an_error(name, mode, monkeypatch):
-    """With respect to X or W, of a product and of experts. Never a third thing, and the
-    backward pass is no error; compiled, it is so without a graph break."""
-    multiply_on("triton" if mode == "triton" else "torch", monkeypatch)
-    x, w, dy = randn(32, 32), randn(3, 48, 32, seed=1), randn(32, 48, seed=2)
-    recipe, offsets = ufp4_with(sr=()), torch.tensor([5, 5, 32])
-    for y, v in (
-            (lambda x: ufp4.linear(x, w[0], recipe), x),
-            (lambda w: ufp4.linear(x, w, recipe), w[0]),
-            (lambda x: ufp4.linear(x, w.bfloat16(), recipe, offsets), x.bfloat16()),
-            (lambda w: ufp4.linear(x.bfloat16(), w, recipe, offsets), w.bfloat16())):
-        loss, v = lambda v, y=y: (y(v) * dy).sum(), v.clone().requires_grad_()
-        derivative = (FIRST | SECOND)[name](loss)
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_core_other_derivatives_are_errors(name, mode):
+    x, w = randn(32, 32), randn(48, 32, seed=1).requires_grad_()
+    derivative = TRANSFORMS[name](lambda w: ufp4.linear(x, w, "e2m1").sum())
+    if mode == "compiled":
         torch._dynamo.reset()
-        if mode != "eager" and name == "backward":
-            derivative = FIRST[name](torch.compile(loss, fullgraph=True,
-                                                   backend="aot_eager"))
-        elif mode == "compiled":
-            derivative = torch.compile(derivative, backend="aot_eager")
-        try:
-            got = derivative(v)
-        except (RuntimeError, NotImplementedError):
-            assert name != "backward"
-        else:
-            assert name in FIRST
-            assert torch.equal(got, torch.autograd.grad(loss(v), v)[0])
+        derivative = torch.compile(derivative, backend="aot_eager")
+    with pytest.raises(RuntimeError, match="first derivative|double backward"):
+        derivative(w)
 
 @compiling()
 def test_core_an_exported_layer_takes_any_number_of_tokens_but_no_training():
@@ -625,9 +575,8 @@ class Only(Recipe):
     Quantizer(E1M2, signs=random_signs(1, 2)), Quantizer(E1M2, stochastic=True),
     Quantizer(FORMATS["e2m1-max2"]), ByRow(E1M2),
     Quantizer(E1M2, scale_by_row)])
-def test_compiled_is_eager_bit_for_bit_for_all_signs(quantizer, monkeypatch):
+def test_compiled_is_eager_bit_for_bit_for_all_signs(quantizer):
     """Of a large X, ties, subnormals and what is not finite included."""
-    multiply_on("torch", monkeypatch)
     x = randn(256, 192) * 10 ** randn(256, 1, seed=1)
     x[64:96] *= 1e-40
     x[96:192:2] = torch.arange(-96, 96) / 8     # ties where the scale is 1
@@ -652,6 +601,7 @@ def test_compiled_is_eager_bit_for_bit_for_all_signs(quantizer, monkeypatch):
 
 # ---- Models --------------------------------------------------------------------------
 class Tied(nn.Module):
+    """Two names for one weight and for one layer, and a bias for some."""
     def __init__(self):
         super().__init__()
         self.embed, self.lm_head = nn.Embedding(32, 16), nn.Linear(16, 32, bias=False)
@@ -659,7 +609,12 @@ class Tied(nn.Module):
         self.a, self.b = (nn.Linear(16, 32),
                           nn.Linear(32, 16, bias=False, dtype=torch.bfloat16))
         self.inner = nn.Sequential(nn.Linear(16, 16), nn.ReLU())
-        self.again = self.inner[0]                      # one module in two places
+        self.again = self.inner[0]
+        self.drop = nn.Dropout().eval()
+
+    def forward(self, x):
+        x = self.b(F.gelu(self.a(x)))
+        return self.lm_head(self.drop(self.again(self.inner(x))))
 
 def test_core_convert_keeps_everything_but_the_arithmetic():
     m, x = Tied(), randn(4, 16)
@@ -719,22 +674,11 @@ def test_core_convert_refuses_before_changing_anything(message, how):
         ufp4.convert(m, **how)
     assert type(m.a) is type(m.b) is nn.Linear
 
-class Stack(nn.Module):
-    """Layers with biases, one that is used twice, one that is skipped, experts."""
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.skipped = (nn.Linear(k, 32) for k in (16, 32, 32))
-        self.drop = nn.Dropout().eval()
-        self.experts = train.ExpertLinear(2, 32, 48, RECIPES["e2m1"])
-        nn.init.normal_(self.experts.weight)
-
-    def forward(self, x):
-        x = self.drop(self.skipped(self.b(self.b(F.gelu(self.a(x))))))
-        return self.experts(x, torch.tensor([20, 64]))
-
 def test_core_noise_is_the_split_of_each_output_and_leaves_no_trace():
     """Against float64."""
-    model, x, seen = ufp4.convert(Stack(), "e2m1", skip="skipped"), randn(64, 16), {}
+    model, x, seen = ufp4.convert(Tied(), "e2m1"), randn(64, 16), {}
+    experts = train.ExpertLinear(2, 16, 48, model.a.recipe)
+    nn.init.normal_(experts.weight)
 
     def keep(m, inputs, y):
         v, w, bias = inputs[0].double(), m.weight.double(), getattr(m, "bias", None)
@@ -743,9 +687,9 @@ def test_core_noise_is_the_split_of_each_output_and_leaves_no_trace():
         y = y.double() if bias is None else y.double() - bias.double()
         seen.setdefault(m, []).append((exact, y))
 
-    layers = {"a": model.a, "b": model.b, "experts": model.experts}
+    layers = {"a": model.a, "b": model.b, "inner.0": model.again, "": experts}
     hooks = [m.register_forward_hook(keep) for m in layers.values()]
-    found = ufp4.noise(model, x)
+    found = ufp4.noise(model, x) | ufp4.noise(experts, x, torch.tensor([20, 64]))
     for hook in hooks:
         hook.remove()
     assert list(found) == list(layers)
@@ -784,13 +728,10 @@ def quantized(x, rows=None, cols=None, form="packed"):
     return [name and kernels.Packed(*parts, name)
             for name, parts in zip(names, (made[:3], made[3:]))]
 
-def same(x, rows=None, cols=None):
-    """Asserts that the kernel's codes and scales are those of ufp4.quantize.
-
-    Codes have no meaning where the scale is 0 or NaN."""
+def same(x, rows, cols):
+    """Asserts that codes and scales are those of ufp4.quantize. Codes have no meaning
+    where the scale is 0 or NaN."""
     for i, (q, p) in enumerate(zip((rows, cols), quantized(x, rows, cols))):
-        if q is None:
-            continue
         v = (x.T if i else x).float()
         v = v if q.signs is None else rotate(v, q.signs)
         want = quantize(v, q.fmt, q.scale, q.block, q.stochastic, gen(i), q.tiles)
@@ -801,9 +742,6 @@ def same(x, rows=None, cols=None):
             got = got * p.tensor_scale.cpu()
         meant = (got > 0).repeat_interleave(q.block // 2, -1)
         assert torch.equal(p.codes.cpu()[meant], want.codes[meant])
-        values = want._replace(codes=p.codes.cpu()).dequantize()
-        finite = ~got.isnan().repeat_interleave(q.block, -1)
-        assert torch.equal(values[finite], want.dequantize()[finite])
 
 @needs_kernels
 @pytest.mark.parametrize("fmt,scale,dtype", [
@@ -811,8 +749,7 @@ def same(x, rows=None, cols=None):
     ("e1m2", "fp32", torch.float16), ("e2m1", "fp32", torch.bfloat16),
     ("e1m2", "e4m3_up", torch.bfloat16), ("e2m1", "e8m0", torch.bfloat16)])
 def test_kernels_equal_the_reference(fmt, scale, dtype):
-    """In rows and columns, rotated or not, rounded either way, of numbers of every size
-    and of what is not finite."""
+    """In rows and columns, rotated or not, rounded either way, numbers of all sizes."""
     low, high = {torch.float16: (-24, 15)}.get(dtype, (-133, 127))
     if scale.startswith("e4m3"):                # scales are relative to the largest
         low, high = -8, 8
@@ -864,15 +801,13 @@ def test_kernels_decode(fmt, scale):
         scales[at] = 0
         assert not scales.any()
 
-# The interpreter reads E4M3 scales as E8M0 in dot_scaled,
-# so fp4x4 is tested with E8M0 ones.
+# fp4x4 has E8M0 scales here: the interpreter knows no others in dot_scaled.
 @needs_kernels
 @pytest.mark.parametrize("path, fmt, scale", (
     ("fp4", "e2m1", "e8m0"), ("fp8", "e1m2", "e8m0_up"), ("fp4x4", "e1m2", "e8m0_up"),
     ("cublas", "e1m2", "e4m3_up"), ("cublas", "e1m2", "fp32")))
 def test_kernels_matmul_multiplies_the_decoded_operands(path, fmt, scale, monkeypatch):
-    """Ragged tiles in M, N and K. Codes and scales multiply exactly. An operand with
-    float32 scales is rounded to bfloat16, and so is a result in it."""
+    """Ragged tiles in M, N and K. An operand with float32 scales is in bfloat16."""
     if path != "cublas" and not kernels.INTERPRET:
         pytest.skip("runs where the hardware has such a path, or in the interpreter")
     q = Quantizer(FORMATS[fmt], SCALES[scale], BLOCKS[scale], random_signs(SEED))
@@ -884,13 +819,10 @@ def test_kernels_matmul_multiplies_the_decoded_operands(path, fmt, scale, monkey
     a, b = (quantized(v, q, form=form)[0] for v in (x, w))
     exact = [q(v).bfloat16().double() if scale == "fp32" else q(v).double()
              for v in (x, w)]
-    terms, exact = exact[0].abs() @ exact[1].abs().T, exact[0] @ exact[1].T
-    for dtype, rounding in ((torch.float32, 0), (torch.bfloat16, 2.0**-8)):
+    for dtype, bits in ((torch.float32, 18), (torch.bfloat16, 11)):
         with torch.autocast(DEVICE, torch.bfloat16):                    # rounds no sum
-            got = kernels.matmul(a, b, dtype).cpu()
-        lost = 160 * 2.0**-23 * terms           # by each addition in float32
-        assert got.dtype == dtype
-        assert ((got.double() - exact).abs() <= lost + rounding * terms).all()
+            got = kernels.matmul(a, b, dtype)
+        assert got.dtype == dtype and close(got, exact[0] @ exact[1].T, 160, bits)
 
 def test_kernels_routes():
     """The path of each recipe, but for what a Triton version gets wrong."""
@@ -922,13 +854,12 @@ def test_kernels_compile_for_gpus_that_are_not_here(call, instruction, count, sp
     assert got.get("instruction", str(got)).startswith(instruction), got
     assert got["count"] == count and got.get("spills", 0) <= spills, got
 
-@needs_kernels
-@pytest.mark.parametrize("name,most", [("ufp4", 0.38), ("nvfp4", 0.29),
-                                       ("mxfp4", 0.27)])
-def test_kernels_keep_the_input_in_4_bits(name, most, monkeypatch):
+@pytest.mark.parametrize("name,most,where", on_kernels(
+    ("ufp4", 0.38, "triton"), ("nvfp4", 0.29, "triton"), ("mxfp4", 0.27, "triton")))
+def test_kernels_keep_the_input_in_4_bits(name, most, where, device):
     """Bytes that autograd keeps of X, over bfloat16's; nothing with a frozen weight.
     (X^T is as large as swizzled scales are filled up: 128 rows, four blocks.)"""
-    x = randn(128, 128).to(multiply_on("triton", monkeypatch)).requires_grad_()
+    x = randn(128, 128).to(device).requires_grad_()
     for training in (True, False):
         w, kept = randn(32, 128, seed=1).to(x.device).requires_grad_(training), []
         with torch.autograd.graph.saved_tensors_hooks(
@@ -948,10 +879,9 @@ def test_kernels_backends_are_chosen_and_said(monkeypatch):
     odd = (ufp4_with(block=8), "16"), (ufp4_with(gemms=("fprop",)), "all three GEMMs")
     monkeypatch.setenv("UFP4_BACKEND", "triton")
     assert choose(RECIPES["ufp4"], DEVICE) is kernels
-    for recipe, device, why in (*((recipe, "cpu", why) for recipe, why in odd),
-                                (RECIPES["ufp4"], "meta", "need a GPU")):
+    for recipe, why in *odd, (RECIPES["ufp4"], "need a GPU"):
         with pytest.raises(ValueError, match=why):
-            choose(recipe, device)
+            choose(recipe, "meta")
     monkeypatch.delenv("UFP4_BACKEND")
     for recipe, why in *odd, (RECIPES["e2m1"], "cannot run"):
         with warnings.catch_warnings(record=True) as said:
@@ -978,9 +908,9 @@ TINY = ("--layers 2 --dim 32 --heads 2 --hidden 32 --seq-len 32 --batch-size 4 "
         "--log-interval 1 --sample 0 --device cpu --dtype float32").split()
 MOE = ["--experts", "3", "--top-k", "2"]
 
-@pytest.fixture(scope="session")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "little.txt"
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "little.txt"
     path.write_text("".join(f"def f{i}(x):\n    return x + {i * i}\n\n"
                             for i in range(400)))
     return path
@@ -994,12 +924,9 @@ def settings(text, tmp_path, monkeypatch):
     return lambda *flags: train.parse_args([*common, *flags])
 
 def gpt(s, recipe="bf16"):
-    """A model with weights, larger than at the start of training."""
-    model = train.GPT(s, replace(RECIPES[recipe], sr=()), 256)
-    model.init_weights()
-    with torch.no_grad():
-        for p in model.parameters():
-            p *= 3 if p.dim() > 1 else 1
+    """A model with larger weights than at the start of training."""
+    model, _ = train.build(s, replace(RECIPES[recipe], sr=()), 256)
+    model.load_state_dict({name: 3 * t for name, t in model.state_dict().items()})
     return model
 
 def weights(out):
@@ -1034,14 +961,13 @@ def refused(*argv):
 @pytest.mark.parametrize("flags", [
     ["--recipe", "ufp4"], ["--recipe", "bf16", *MOE],
     ["--recipe", "nvfp4", "--sr", "x,dy", "--keep-bf16", "1", *MOE]])
-def test_train_a_run_learns_logs_and_repeats(settings, flags, capsys):
+def test_train_a_run_learns_logs_and_repeats(settings, flags):
     s = settings(*flags, "--steps", "14", "--lr", "2e-2", "--sample", "8",
                  "--eval-interval", "7")
     loss = train.train(s)
     lines, kept = records(s.out), weights(s.out)
     assert [line["step"] for line in lines] == list(range(1, 15))
-    # At first the prediction is uniform.
-    assert lines[0]["train_loss"] == pytest.approx(math.log(256), abs=0.1)
+    assert lines[0]["train_loss"] == pytest.approx(math.log(256), abs=0.1)  # uniform
     assert loss == lines[-1]["val_loss"] < 4 and "val_loss" not in lines[-2]
     assert saved(s.out) == [12, 14]
     assert not s.experts or all(1 <= line["max_load"] <= 3 for line in lines)
@@ -1100,7 +1026,7 @@ def test_train_validation_is_the_mean_of_evenly_spaced_windows(settings):
         model = gpt(s, s.recipe)
         line = train.validate(model, tokens, s)
         first = torch.stack([ids[i:i + 32] for i in (0, 483, 967)])
-        nll = [model(row[None], ids[None, i + 1:i + 33]).item()
+        nll = [F.cross_entropy(model(row[None])[0], ids[i + 1:i + 33]).item()
                for row, i in zip(first, (0, 483, 967))]
         assert line["val_loss"] == pytest.approx(sum(nll) / 3, rel=1e-4)
         found = ufp4.noise(model, first)
@@ -1119,8 +1045,7 @@ def test_train_attention_is_causal_and_rope_is_relative(settings):
     q, k = torch.randn(2, 1, 1, 1, 16).expand(2, 1, 1, 40, 16)
     scores = (train.rope(q) @ train.rope(k).mT)[0, 0]
     for d in 0, 3, 11:                                  # depend on the distance alone
-        diagonal = scores.diagonal(-d)
-        assert torch.allclose(diagonal, diagonal[0].expand_as(diagonal), atol=1e-4)
+        assert scores.diagonal(-d).std() < 1e-4
     assert not torch.allclose(scores[5, 0], scores[0, 0], atol=1e-2)
 
 def test_train_moe_is_the_weighted_sum_of_chosen_experts(settings):
@@ -1166,33 +1091,25 @@ def test_train_batches_are_random_windows_that_ranks_and_parts_share_out(
         rows.append(train.get_batch(shards, s, 3, part)[0])
     assert torch.equal(torch.cat(rows), x)
 
-def test_train_a_mixture_has_its_size_within_a_percent():
-    s = train.parse_args(["--model", "nano-moe", "--device", "cpu"])
-    assert bench.counted(s) == pytest.approx((2.84e6, 0.93e6), rel=0.01)
-
 def test_train_compiled_blocks_have_the_gradients_of_others(
         settings, monkeypatch):
     real, grads = torch.compile, []
     monkeypatch.setattr(torch, "compile", lambda f, **_: real(f, backend="aot_eager"))
     tokens = torch.randint(256, (4, 32))
     for more, stance in ([], "force_eager"), (["--compile"], "default"):
-        s = settings("--layers", "3", "--keep-bf16", "1", "--sr", "none", *more)
+        s = settings(*"--recipe e2m1 --sr none --keep-bf16 1".split(), *more)
         model, _ = train.build(s, train.make_recipe(s), 256)
-        torch.manual_seed(0)
-        model.init_weights()
         with torch.compiler.set_stance(stance):
             model(tokens, tokens).backward()
         grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-        assert len(ufp4.noise(model, tokens)) == 8      # sees into compiled blocks
+        assert len(ufp4.noise(model, tokens)) == 4      # sees into compiled blocks
     assert (grads[0] - grads[1]).norm() < 1e-2 * grads[0].norm()
 
-def test_train_a_branch_is_another_run_in_another_folder(
-        settings, text, tmp_path, capsys):
+def test_train_a_branch_is_another_run_in_another_folder(settings, text, tmp_path):
     """Whatever changes a run is refused in its own folder."""
-    mine, run = tmp_path / "mine.txt", tmp_path / "out/run"
-    mine.write_text(text.read_text())
+    run = tmp_path / "out/run"
     assert "no such checkpoint" in refused("--resume", str(run))
-    train.train(settings("--recipe", "bf16", "--keep-bf16", "1", "--data", str(mine)))
+    train.train(settings("--recipe", "bf16", "--keep-bf16", "1"))
     start, end = str(train.checkpoints(run)[0]), weights(run)       # of step 6
 
     def flags(name, *more):
@@ -1219,46 +1136,44 @@ def test_train_a_branch_is_another_run_in_another_folder(
     for changed in ["--dim", "64"], ["--layers", "1", "--keep-bf16", "0"], MOE:
         assert re.search("--layers 1: .* has 2|Size mismatch|Missing key",
                          refused(*flags("new", *changed)))
-    mine.write_text(text.read_text().upper())
+    text.write_text(text.read_text().upper())
     for argv in ["--resume", str(run)], flags("new"):           # another text
-        assert f"--data {mine} is mine-" in refused(*argv)
-    other = mine.rename(tmp_path / "other.txt")
+        assert f"--data {text} is little-" in refused(*argv)
+    other = text.rename(tmp_path / "other.txt")
     train.train(train.parse_args(flags("new", "--data", str(other))))
     # Another recipe comes without what flags had changed in the old one
     start = str(train.checkpoints(tmp_path / "out/e2m1")[0])
     assert train.parse_args(flags("x")).rht == "none"
     assert train.parse_args(flags("x", "--recipe", "ufp4")).rht is None
 
-def test_train_a_damaged_file_is_named(settings, tmp_path, capsys):
+def test_train_a_damaged_file_is_named(settings, tmp_path):
     """And the newest checkpoint lost, the run goes on from the one before. While it is
     another process's, it is refused."""
     s = settings("--recipe", "bf16")
     train.train(s)
     newer, resume = train.checkpoints(s.out)[-1], ["--resume", s.out]
     code = """if True:
-        import fcntl, sys
-        lock = open(sys.argv[1], "w")
+        import fcntl
+        lock = open("lock", "w")
         fcntl.lockf(lock, fcntl.LOCK_EX)
-        print("locked", flush=True)
-        input()"""
-    other = subprocess.Popen([sys.executable, "-c", code, Path(s.out) / "lock"],
+        input("locked\\n")"""
+    other = subprocess.Popen([sys.executable, "-c", code], cwd=s.out,
                              stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert other.stdout.readline() == b"locked\n"
     assert "another process trains in" in refused(*resume)
     other.communicate(b"\n")                        # its lock ends with it
     data, metadata = newer / "__0_0.distcp", newer / ".metadata"
-    for path, size in (data, 1000), (metadata, 0), (metadata, 500):
-        whole = path.read_bytes()
-        path.write_bytes(whole[:size])
-        error = said(capsys, 1, train.main, resume)
-        assert f"checkpoint of {newer}: " in error and "damaged, delete it" in error
-        path.write_bytes(whole)
     log, val = Path(s.out) / "log.jsonl", next((tmp_path / "data").rglob("val.bin"))
-    for path, content in ((log, b""), (log, b"\xff"), (log, b'{"step": 1}\n'),
-                          (val, b"")):
+    for path, content, why in (
+            (data, data.read_bytes()[:1000], f"checkpoint of {newer}: .*damaged, delete"),
+            (metadata, b"", f"checkpoint of {newer}: "),
+            (metadata, metadata.read_bytes()[:500], f"checkpoint of {newer}: "),
+            *((log, content, f"{log} is damaged")
+              for content in (b"", b"\xff", b'{"step": 1}\n')),
+            (val, b"", f"{val} is damaged")):
         whole = path.read_bytes()
         path.write_bytes(content)
-        assert f"{path} is damaged" in refused(*resume)
+        assert re.search(why, refused(*resume))
         path.write_bytes(whole)
     val.unlink()                                    # it is made again
     metadata.unlink()                               # as if killed in the midst of it
@@ -1281,17 +1196,16 @@ def test_train_a_signal_stops_one_run_and_not_the_next(
     train.train(train.parse_args(["--resume", s.out]))
     assert records(s.out)[-1]["step"] == 8
 
-def test_train_a_file_of_ones_own_adds_a_recipe(text, tmp_path):
-    """To a process of its own. The run's log knows of it."""
-    (tmp_path / "mine.py").write_text("""if True:
-        import ufp4
-        ufp4.RECIPES["mine"] = ufp4.Recipe("mine", rht=("wgrad",), sr=("dy",))
-        """)
-    flags = [*TINY, "--steps", "2", "--data", str(text), "--recipe", "mine"]
-    for argv in ["--with", "mine.py", *flags, "--out", "a"], ["--resume", "a"]:
-        done = subprocess.run([sys.executable, HERE / "train.py", *argv], cwd=tmp_path,
-                              text=True, capture_output=True)
-        assert "recipe mine" in done.stdout and done.returncode == 0, done.stderr
+def test_train_a_file_of_ones_own_adds_a_recipe(settings, tmp_path, monkeypatch):
+    """The run's log knows of it, so that a process that goes on has it."""
+    monkeypatch.setattr(ufp4, "RECIPES", dict(RECIPES))
+    (tmp_path / "with_mine.py").write_text(
+        "import ufp4\nufp4.RECIPES['mine'] = ufp4.Recipe('mine', sr=('dy',))\n")
+    s = settings("--with", str(tmp_path / "with_mine.py"), "--recipe", "mine")
+    train.train(s)
+    done = subprocess.run([sys.executable, HERE / "train.py", "--resume", s.out],
+                          text=True, capture_output=True)
+    assert "recipe mine" in done.stdout and done.returncode == 0, done.stderr
 
 @pytest.mark.parametrize("where,interval", [("loss", "1"), ("gradient", "100")])
 def test_train_what_is_not_finite_stops_the_run_before_it_is_saved(
@@ -1318,12 +1232,10 @@ def test_train_what_is_not_finite_stops_the_run_before_it_is_saved(
 
 def test_train_prompt_only_continues_a_text_even_when_the_data_is_gone(
         settings, text, tmp_path, capsys):
-    mine = tmp_path / "mine.txt"
-    mine.write_text(text.read_text())
-    s = settings("--data", str(mine), "--steps", "4", "--sample", "9", *MOE)
+    s = settings("--steps", "4", "--sample", "9", *MOE)
     train.train(s)
     files, printed = tree(Path(s.out)), set()
-    mine.unlink()
+    text.unlink()
     shutil.rmtree(tmp_path / "data")
     for path in s.out, str(train.checkpoints(s.out)[-1]):
         capsys.readouterr()
@@ -1352,11 +1264,11 @@ def test_train_bad_input_is_one_clear_sentence(text, capsys, tmp_path, flags, me
     assert error.count("\n") == 1
 
 # ---- train.py in processes of its own ------------------------------------------------
-# kill -9 when this run does something for the count-th time; and, of two processes, the
-# seed of each step, and a signal to one of them
 CHANGED = """
-import os
+import functools, os, sys, train
 import torch.distributed.checkpoint.filesystem as fs
+train.torch.compiler.set_stance("force_eager")
+train.prepare = functools.partial(train.prepare, root=train.Path("data"))
 def when(module, name, count, before):
     real, calls = getattr(module, name), []
     def changed(*args, **kwargs):
@@ -1367,10 +1279,8 @@ def when(module, name, count, before):
     setattr(module, name, changed)
 def kill(*_, **__):
     os.kill(os.getpid(), 9)
-def kill_in_save(state, checkpoint_id):
-    checkpoint_id.mkdir(exist_ok=True)
-    (checkpoint_id / "__0_0.distcp").write_bytes(b"half")
-    if train.RANK == train.WORLD - 1:
+def kill_one(*_, **__):
+    if train.RANK == 1:
         kill()
 def kill_in_line(config, line):
     open(config.out + "/log.jsonl", "a").write(train.json.dumps(line)[:17])
@@ -1381,43 +1291,40 @@ def stop_one(step, config):
     if step == 4 and train.RANK == 1:
         train.signal.raise_signal(train.signal.SIGTERM)
 """
-# In the midst of a save, of a line of the log, of a step, of validating, of a save
-# after its data, of deleting an old checkpoint
-MOMENTS = ("train.dcp, 'save', 1, kill_in_save", "train, 'log', 4, kill_in_line",
-           "train.torch.optim.AdamW, 'step', 3, kill", "train, 'validate', 1, kill",
-           "fs.FileSystemWriter, 'finish', 1, kill", "train.shutil, 'rmtree', 2, kill")
+# In the midst of a save before its data, of a line of the log, of a step, of
+# validating, of a save after its data, of deleting an old checkpoint
+KILLS = """
+for moment in ((fs.FileSystemWriter, "write_data", 1, kill),
+               (train, "log", 4, kill_in_line),
+               (train.torch.optim.AdamW, "step", 3, kill), (train, "validate", 1, kill),
+               (fs.FileSystemWriter, "finish", 1, kill),
+               (train.shutil, "rmtree", 2, kill)):
+    if not os.fork():
+        when(*moment)
+        sys.exit(train.main(flags))
+    assert os.wait()[1] == 9, moment
+    if train.checkpoints("killed"):     # the first dies before there is one: once more
+        flags = ["--resume", "killed"]
+"""
 
-def run_train(flags, text, tmp_path, *changes, ranks=1):
-    """train.py on `ranks` CPU processes, with something changed -> (exit code, what it
-    says)."""
-    common = [] if "--resume" in flags else [*TINY, "--data", str(text)]
-    changes = "".join(f"when({change})\n" for change in changes)
-    (tmp_path / "run.py").write_text(
-        f"import functools, sys\nsys.path.insert(0, {str(HERE)!r})\n"
-        f"import train\n{CHANGED}\n{changes}\n"
-        "train.torch.compiler.set_stance('force_eager')\n"
-        "train.prepare = functools.partial("
-        f"train.prepare, root=train.Path({str(tmp_path / 'data')!r}))\n"
-        f"train.main({[*common, *flags]!r})\n")
-    torchrun = ["-m", "torch.distributed.run", "--standalone",
-                "--nproc-per-node", str(ranks)]
-    done = subprocess.run(
-        [sys.executable, *(torchrun if ranks > 1 else []), tmp_path / "run.py"],
-        cwd=tmp_path, text=True, capture_output=True, timeout=300)
+def run_train(flags, code, tmp_path, *torchrun):
+    """Code that calls train.py, changed, in one process or, with torchrun, in several
+    -> (exit code, what it says)."""
+    (tmp_path / "run.py").write_text(f"{CHANGED}\nflags = {flags}\n{code}")
+    env = os.environ | {"PYTHONPATH": str(HERE), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, *torchrun, "run.py"], cwd=tmp_path, env=env,
+                          text=True, capture_output=True, timeout=300)
     return done.returncode, done.stderr
 
 def test_train_killed_and_resumed_ends_with_the_same_weights(settings, text, tmp_path):
     """kill -9 at six moments of one run, each time resumed by the folder alone. With
     random bits everywhere, bit for bit, however seldom the run looks at itself."""
-    flags = [*MOE, *"--steps 14 --rht fprop --sr x,w,dy".split()]
+    flags = [*TINY, *MOE, "--data", str(text),
+             *"--steps 14 --rht fprop --sr x,w,dy".split()]
     whole, out = settings(*flags, "--out", str(tmp_path / "whole")), tmp_path / "killed"
     loss = train.train(whole)
-    start = [*flags, "--out", str(out)]
-    for moment in MOMENTS:
-        code, error = run_train(start, text, tmp_path, moment)
-        assert code == -signal.SIGKILL, error
-        if saved(out):                  # the first dies before there is one: once more
-            start = ["--resume", str(out)]
+    code, error = run_train([*flags, "--out", "killed"], KILLS, tmp_path)
+    assert code == 0, error
     out = out.rename(tmp_path / "moved")
     assert train.train(train.parse_args(["--resume", str(out)])) == loss
     assert train.train(train.parse_args(["--resume", str(out)])) is None    # it is over
@@ -1436,16 +1343,20 @@ def test_train_two_processes_are_one_with_two_parts_also_after_losing_one(
     and summed alike, whoever computes them. (The gradient's norm is summed in another
     order: no clipping.) When a rank is killed, the other ends too. A signal to one of
     them stops both after the same step. One process goes on where two stopped."""
-    flags = [*MOE, "--recipe", "ufp4", "--sr", "none", "--clip", "0",
-             "--log-interval", "3", "--eval-windows", "4"]
+    flags = [*TINY, *MOE, "--data", str(text),
+             *"--sr none --clip 0 --log-interval 3 --eval-windows 4".split()]
     one = settings(*flags, "--grad-accum", "2", "--out", str(tmp_path / "one"))
     train.train(one)
-    out, seeds = tmp_path / "two", "train.nn.utils, 'clip_grad_norm_', None, note_seed"
-    code, error = run_train([*flags, "--out", str(out)], text, tmp_path,
-                            "train.dcp, 'save', 2, kill_in_save", ranks=2)
+    out = tmp_path / "two"
+    torchrun = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
+    code, error = run_train([*flags, "--out", str(out)], """
+when(fs.FileSystemWriter, "write_data", 2, kill_one)
+train.main(flags)""", tmp_path, *torchrun)
     assert code and "Signal 9" in error and saved(out) == [2], error
-    code, error = run_train(["--resume", str(out)], text, tmp_path, seeds,
-                            "train, 'learning_rate', None, stop_one", ranks=2)
+    code, error = run_train(["--resume", str(out)], """
+when(train.nn.utils, "clip_grad_norm_", None, note_seed)
+when(train, "learning_rate", None, stop_one)
+train.main(flags)""", tmp_path, *torchrun)
     assert code and "train.py: stopped after step 5 and saved" in error, error
     assert saved(out) == [4, 5]
     train.train(train.parse_args(["--resume", str(out), "--grad-accum", "2"]))
@@ -1493,8 +1404,7 @@ def test_data_a_token_file_is_whole_or_named_and_a_missing_one_made_again(tmp_pa
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match="a.bin is damaged.*delete it"):
             prepare.read_tokens(path)
-    # By the command, in a folder of its own
-    shutil.copy(HERE / "data/prepare.py", tmp_path)
+    shutil.copy(HERE / "data/prepare.py", tmp_path)     # a command with its own folder
     text.write_text("abc" * 100)
     d = prepare.prepare(str(text), tmp_path)
     for path in d.train[0], d.val[0]:
@@ -1504,27 +1414,22 @@ def test_data_a_token_file_is_whole_or_named_and_a_missing_one_made_again(tmp_pa
         assert path.read_bytes() == whole
 
 def test_data_downloads_are_whole_and_made_once(tmp_path):
-    class Server(http.server.BaseHTTPRequestHandler):
-        files, asked, limit = {}, [], 150_000           # breaks off after so many bytes
+    class Server(http.server.SimpleHTTPRequestHandler):
+        asked, limit = [], 150_000                      # breaks off after so many bytes
 
-        def do_GET(self):
+        def copyfile(self, source, output):
             self.asked.append(self.path)
-            if self.path not in self.files:
-                return self.send_error(404)
-            body = self.files[self.path]
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body[:self.limit])
+            output.write(source.read(self.limit))
 
-    prepare.write_tokens(tmp_path / "good", np.arange(200_000) % 50257)
-    body, new = (tmp_path / "good").read_bytes(), tmp_path / "fineweb"
-    names = [f"fineweb_{name}.bin" for name in ("val_000000", "train_000001")]
-    Server.files = {"/" + name: body for name in names}
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server) as httpd:
+    there, new = tmp_path / "there", tmp_path / "fineweb"
+    files = [f"fineweb_{name}.bin" for name in ("val_000000", "train_000001")]
+    for name in files:
+        prepare.write_tokens(there / name, np.arange(200_000) % 50257)
+    handler = functools.partial(Server, directory=there)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as httpd:
         threading.Thread(target=httpd.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{httpd.server_port}"
-        for name, why in ((names[0], "got only 150000 out of.*--data python"),
+        for name, why in ((files[0], "got only 150000 out of.*--data python"),
                           ("gone.bin", "404.*put the file at")):
             with pytest.raises(OSError, match=why):
                 prepare.download(f"{url}/{name}", new / name)
@@ -1532,9 +1437,10 @@ def test_data_downloads_are_whole_and_made_once(tmp_path):
         Server.limit = None
         for _ in range(2):                      # the second time nothing is fetched
             d = prepare.prepare("fineweb", tmp_path, 1, url)
-            assert len(Server.asked) == 2 + 2
+            assert len(Server.asked) == 1 + 2
         httpd.shutdown()
-    assert [p.read_bytes() for p in d.val + d.train] == [body] * 2
+    for path, name in zip(d.val + d.train, files, strict=True):
+        assert path.read_bytes() == (there / name).read_bytes()
 
 # ---- bench.py ------------------------------------------------------------------------
 @pytest.mark.parametrize("name,formats", [("four-over-six", ("e2m1", "e2m1-max4")),
@@ -1544,8 +1450,7 @@ def test_bench_a_block_takes_the_format_that_errs_less(name, formats):
     error = lambda y: (y - x).view(-1, 16).double().square().sum(-1)
     errors = [error(fake_quantize(x, f)) for f in formats]
     assert torch.equal(error(q(x)), torch.minimum(*errors))
-    # The squares of these numbers are more than float32 holds.
-    assert torch.equal(q(x * 2.0**80), q(x) * 2.0**80)
+    assert torch.equal(q(x * 2.0**80), q(x) * 2.0**80)  # whose squares overflow
     # The format is chosen without noise, so SR has no bias.
     x = randn(20_000, 64, seed=1)                       # SR draws from seed 0
     alpha, se = bench.slope(RECIPES[name].quantizer("dy", "dgrad")(x), x)
@@ -1574,52 +1479,56 @@ def test_bench_every_row_is_another_and_fits_its_models():
                 s = train.parse_args([*bench.MODELS[model], *bench.row_flags(row),
                                       "--device", "cpu"])
                 recipe = train.make_recipe(s)
-                # This raises if a layer has no whole blocks
-                _, active = bench.counted(s, recipe)
+                _, active = bench.counted(s, recipe)        # the blocks are whole
                 same = row in ("ufp4", "ufp4-int4", "ufp4-scratch")
                 if study != "help":                 # these differ by block or step
                     assert same == (not differ(plain, results(recipe))), row
             if model in bench.SCALING:                  # as named, 20 bytes each
                 assert f"{active / 1e6:.1g}m" == model.split("-")[1]
                 assert abs(s.steps * s.batch_size * s.seq_len / active - 20) < 0.02
+    moe = bench.counted(train.parse_args(["--model", "nano-moe", "--device", "cpu"]))
+    assert moe == pytest.approx((2.84e6, 0.93e6), rel=0.01)
     for gemm in GEMMS:                          # another format in one GEMM, no other
         ours = results(f"ufp4-{gemm}-in-e2m1")
         assert differ(plain, ours) == gemm[0]
         assert torch.equal(ours[gemm], results("e2m1-full-rht")[gemm])
 
-def runs_of(errors, model="m"):
-    """Runs with these {row: loss errors by seed}; None diverged."""
-    return [{"model": model, "row": row, "seed": seed, "bf16": 2.0,
+def of(**models):
+    """Results with these {row: loss errors by seed} of models; None diverged."""
+    runs = [{"model": model, "row": row, "seed": seed, "bf16": 2.0,
              "loss": None if error is None else 2.0 * (1 + error)}
-            for row, of in errors.items() for seed, error in enumerate(of)]
-
-def of(*runs):
-    return bench.Results({"models": {}, "runs": sum(runs, [])})
+            for model, rows in models.items()
+            for row, errors in rows.items() for seed, error in enumerate(errors)]
+    return bench.Results({"models": {}, "runs": runs})
 
 def test_bench_loss_errors_are_paired_by_seed_and_signed():
-    r = of(runs_of({"a": (0.01, 0.05, 0.03), "b": (0.02, 0.08), "c": (None, 0.2)}))
+    r = of(m={"a": (0.01, 0.05, 0.03), "b": (0.02, 0.08), "c": (None, 0.2)})
     assert r.cell({("m", "b"): 1}) == "5.00 ± 38.13 (2)"
     assert r.cell({("m", "c"): 1}) == "inf (2)" and r.cell({("m", "none"): 1}) == ""
     mean, half = r.contrast(bench.on("m", {"b": 1, "a": -1}))     # over seeds 0 and 1
     assert (mean, half) == pytest.approx((0.02, 12.71 * 0.01))
-    # t(3, 0.975) = 3.182, s = sqrt(5/3)
-    mean, half = bench.interval([1.0, 2.0, 3.0, 4.0])
-    assert mean == 2.5 and half == pytest.approx(3.182 * math.sqrt(5 / 3 / 4))
+    expected = 2.5, 3.182 * math.sqrt(5 / 3 / 4)    # t(3, 0.975) s / sqrt(4)
+    assert bench.interval([1.0, 2.0, 3.0, 4.0]) == pytest.approx(expected)
+
+def test_bench_the_two_by_two_says_what_helps():
+    r = of(m={"e2m1": (0.02, 0.03), "e2m1-full-rht": (0.024, 0.034),
+              "ufp4-rht-wgrad": (0.021, 0.033), "ufp4": (0.015, 0.027)})
+    _, (*_, e2m1), (*_, e1m2), (_, *others) = bench.two_by_two_table(r, "m")
+    assert (e2m1, e1m2) == ("+0.40 ± 0.00: hurts", "-0.60 ± 0.00: helps")
+    assert others == ["+0.20 ± 1.27: not settled", "-0.80 ± 1.27: not settled",
+                      "interaction: -1.00 ± 0.00"]
 
 def test_bench_what_lies_beyond_the_line_of_doses():
     """Doses on a line have nothing beyond it, a recipe has what it is off by."""
     noise = dict(zip(bench.DOSES, (0.005, 0.006, 0.0075, 0.01, 0.015)), e2m1=0.007)
-    errors = {row: [0.001 * seed + 4 * x for seed in range(3)]
+    errors = {row: [0.001 * seed + 4 * x - 0.003 * (row == "e2m1") for seed in range(3)]
               for row, x in noise.items()}
-    errors["e2m1"] = [error - 0.003 for error in errors["e2m1"]]
-    runs = runs_of(errors, "cause-0.3m") + runs_of({"bf16": (0, 0, 0)}, "cause-0.3m")
-    for r in runs:
+    results = of(**{"cause-0.3m": errors | {"bf16": (0, 0, 0)}})
+    for r in results.runs:
         r |= {"noise": noise.get(r["row"]), "slope": 1 - noise.get(r["row"], 0)}
-    results = of(runs)
     for row in noise:
-        mean, half = results.contrast(bench.beyond_line(results, "cause-0.3m", row))
-        assert mean == pytest.approx(-0.003 * (row == "e2m1"), abs=1e-12)
-        assert half == pytest.approx(0, abs=1e-12)
+        found = results.contrast(bench.beyond_line(results, "cause-0.3m", row))
+        assert found == pytest.approx((-0.003 * (row == "e2m1"), 0), abs=1e-12)
     (table,) = bench.tables_of(results, ["dose"]).values()
     assert table[0][-1] == "beyond the line, %"
     assert ["`e2m1`", "-0.30 ± 0.00"] in [[row[0], row[-1]] for row in table]
@@ -1647,26 +1556,24 @@ def test_bench_a_late_row_goes_on_with_the_recipe_that_it_helps(elsewhere):
 def test_bench_the_growth_for_each_doubling_is_the_slope_of_a_line():
     """Over two seeds and three sizes. numpy's own fit is the oracle."""
     sizes, errors = {"m2": 2, "m4": 4, "m16": 16}, randn(3, 3)
-    r = of(*(runs_of({"a": e.tolist(), "b": [0.0, 0.5]}, m)
-             for m, e in zip(sizes, errors)))
-    slopes = [np.polyfit([1, 2, 4], errors[:, seed] - 0.5 * seed, 1)[0]
-              for seed in range(2)]                 # the third seed has no b
+    r = of(**{m: {"a": e, "b": (0.0, 0.5)} for m, e in zip(sizes, errors.tolist())})
+    differences = errors[:, :2] - torch.tensor([0, 0.5])       # the third seed has no b
+    slopes = np.polyfit([1, 2, 4], differences, 1)[0]
     mean, half = r.contrast(bench.doubling(sizes, {"a": 1, "b": -1}))
-    assert mean == pytest.approx(np.mean(slopes))
-    assert half == pytest.approx(12.71 * np.std(slopes, ddof=1) / math.sqrt(2))
+    assert mean == pytest.approx(slopes.mean())
+    assert half == pytest.approx(12.71 * slopes.std(ddof=1) / math.sqrt(2))
 
 def test_bench_one_seed_has_the_interval_that_the_records_foretell():
-    """Of 400 seeds, each with its own error that all rows share: of a difference, and
-    of a difference of differences."""
+    """Of a difference, and of one of differences, for 400 seeds with their errors."""
     rows, noise = {"ufp4": 0.01, "a": 0.02, "b": 0.02, "c": 0.04}, 0.001 * randn(5, 400)
     drawn = {row: (error + noise[i] + noise[4]).tolist()
              for i, (row, error) in enumerate(rows.items())}
-    scatter = of(runs_of(drawn)).find_scatter("m")
+    scatter = of(m=drawn).find_scatter("m")
     assert scatter == pytest.approx(0.001, rel=0.1)
     for weights in {"a": 1, "ufp4": -1}, {"c": 1, "b": -1, "a": -1, "ufp4": 1}:
         held = 0                                        # the true one is 0.01
         for seed in range(400):
-            one = of(runs_of({row: e[seed:seed + 1] for row, e in drawn.items()}))
+            one = of(m={row: e[seed:seed + 1] for row, e in drawn.items()})
             one.scatter = scatter
             mean, half = one.contrast(bench.on("m", weights))
             held += abs(mean - 0.01) < half
@@ -1674,25 +1581,23 @@ def test_bench_one_seed_has_the_interval_that_the_records_foretell():
         assert abs(held - 380) < 3.5 * math.sqrt(400 * 0.95 * 0.05)
 
 def test_bench_the_reduction_is_of_the_seeds_that_have_all():
-    def pair(e2m1, ours, model="m"):
-        return runs_of({"e2m1": e2m1, "ufp4": ours}, model)
-
-    diverged = of(pair([0.01, 0.03], [0.01, None]))
-    assert diverged.reduction(["m"]) == (-math.inf, None)
-    uneven = pair([0.01, 0.03], [0.008, 0.03]) + pair([0.01], [0.006], "n")
-    assert of(uneven).reduction(["m", "n"]) == (pytest.approx(0.3), None)
-    assert of(pair([0.01, 0.02], [0.008, 0.014])).reduction(["m"]) == pytest.approx(
-        (0.25, 12.71 * 0.05))
+    r = of(m={"e2m1": (0.01, 0.03), "ufp4": (0.008, 0.03)},
+           n={"e2m1": (0.01,), "ufp4": (0.006,)},
+           o={"e2m1": (0.01, 0.02), "ufp4": (0.008, 0.014)},
+           p={"e2m1": (0.01, 0.03), "ufp4": (0.01, None)})
+    assert r.reduction(["m", "n"]) == (pytest.approx(0.3), None)
+    assert r.reduction(["o"]) == pytest.approx((0.25, 12.71 * 0.05))
+    assert r.reduction(["p"]) == (-math.inf, None)
 
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch):
     """out/bench, the records and the pages, in tmp_path."""
-    for name, path in (("OUT", tmp_path / "bench"), ("RECORDS", tmp_path / "records")):
-        monkeypatch.setattr(bench, name, path)
+    pages = tmp_path / "README.md", tmp_path / "records/README.md"
+    for name, new in (("OUT", tmp_path / "bench"), ("RECORDS", tmp_path / "records"),
+                      ("PAGES", pages)):
+        monkeypatch.setattr(bench, name, new)
     shutil.copytree(HERE / "data/results", bench.RECORDS)
     shutil.copy(HERE / "README.md", tmp_path)
-    pages = tmp_path / "README.md", bench.RECORDS / "README.md"
-    monkeypatch.setattr(bench, "PAGES", pages)
     return tmp_path
 
 def test_bench_the_commands_that_need_no_gpu(elsewhere, monkeypatch, capsys):
@@ -1725,11 +1630,13 @@ def test_bench_a_study_of_the_front_pages_experiment_end_to_end(
                "--data", str(text), *("--layers 1 --dim 32 --heads 2 --hidden 32 "
                "--seq-len 32 --batch-size 2 --steps 30 --lr 0.02").split()]
     bench.main(command)
-    said, found = capsys.readouterr().out, {}
+    said, found, val = capsys.readouterr().out, {}, len(text.read_bytes()) // 10
     for path in bench.OUT.rglob("result.json"):
         row = path.parent.name.split("-")[1]
         found[row] = json.loads(path.read_text())
         first, *lines = train.read_log(path.parent / "log.jsonl")
+        assert found[row]["loss"] == lines[-1]["val_loss"]
+        assert first["settings"]["eval_windows"] == val // 32 // 4      # a quarter
         if row != "bf16":                               # ten of the steps are its own
             assert first["start"] == 20 and lines[-1]["step"] == 30
     assert any(bench.OUT.rglob("quick-nano.png")) and tree(bench.RECORDS) == before
@@ -1738,21 +1645,6 @@ def test_bench_a_study_of_the_front_pages_experiment_end_to_end(
         line, = (line for line in said.splitlines() if line.startswith(f"`{row}`"))
         assert line.split()[1:3] == [f"{100 * error:.2f}", "(1)"] and abs(error) > 1e-4
     assert found["noisy"]["noise"] > found["ufp4"]["noise"]
-
-    # The loss of the bf16 run once more: a branch that goes on, a quarter of the text
-    val = prepare.read_tokens(prepare.prepare(str(text)).val[0]).astype(np.int64)
-    starts = np.linspace(0, len(val) - 33, (len(val) - 1) // 32 // 4).astype(int)
-    s = train.parse_args([*command[7:], "--recipe", "bf16", "--sample", "0", "--resume",
-                          str(next(bench.OUT.rglob("nano-bf16-*/ckpt-*"))),
-                          "--out", str(elsewhere / "again")])
-    train.train(s)
-    model, _ = train.build(s, RECIPES["bf16"], 256)
-    train.dcp.load({"model": model.state_dict()},
-                   checkpoint_id=train.checkpoints(s.out)[-1])
-    rows = torch.from_numpy(np.stack([val[i:i + 33] for i in starts]))
-    logits = model(rows[:, :-1]).flatten(0, 1).double()
-    loss = F.cross_entropy(logits, rows[:, 1:].flatten())
-    assert found["bf16"]["loss"] == pytest.approx(loss.item(), abs=2e-4)
 
     # A changed file is another recipe; else nothing is left to do
     mine.write_text(code.replace("0.04", "0.4"))
@@ -1818,23 +1710,12 @@ def test_bench_the_pages_and_figures_follow_from_the_records(elsewhere):
     # All rows of a model and seed are compared with the same BF16 run
     baselines = {(r["model"], r["seed"], r["bf16"]) for r in r.runs}
     assert len(baselines) == len({(model, seed) for model, seed, _ in baselines})
-    # The front page's 2 x 2: the effects once more, from means alone
-    _, (_, a, b, rotates), (_, c, d, rotates_too), (_, *others) = (
-        bench.two_by_two_table(r, "dense-0.3m"))
-    a, b, c, d = (float(cell.split()[0]) for cell in (a, b, c, d))
-    effects = b - a, d - c, c - a, d - b, d - c - b + a
-    for cell, effect in zip((rotates, rotates_too, *others), effects, strict=True):
-        number, said = float(re.search(r"[-+][.\d]+", cell)[0]), cell.split(": ")
-        assert number == pytest.approx(effect, abs=0.021)
-        assert said[0] == "interaction" or said[1] == "hurts" * (
-            effect > 0) + "helps" * (effect < 0)
 
 def test_bench_the_share_of_codes_used_and_the_noise_of_products():
     # Three magnitudes of E1M2 in equal numbers use 3 of 8 codes, one uses 1
     x = torch.tensor([[1.75, -1.0, 0.0, 1.0, -1.75, 0.0] * 8]).view(3, 16)
     assert bench.used(x, "e1m2") == pytest.approx(3 / 8, rel=1e-6)
-    x, w, dy = (randn(n, k, seed=i) for i, (n, k) in
-                enumerate(((64, 32), (48, 32), (64, 48))))
+    x, w, dy = randn(64, 32), randn(48, 32, seed=1), randn(64, 48, seed=2)
     x[:, 3] *= 20
     found, q = bench.measure(x, w, dy), Quantizer(E1M2, signs=random_signs(0))
     for what, product, exact in (("Y", q(x) @ q(w).T, x @ w.T),
@@ -1850,17 +1731,18 @@ def test_bench_the_share_of_codes_used_and_the_noise_of_products():
 def test_bench_runs_are_compared_with_the_bf16_run_of_the_same_settings(
         settings, elsewhere, capsys):
     out = elsewhere / "out"
-    bf16 = train.train(settings("--recipe", "bf16", "--out", str(out / "bf16")))
-    loss = train.train(settings("--recipe", "e2m1", "--out", str(out / "e2m1")))
-    header, *lines = train.read_log(out / "e2m1/log.jsonl")
+    train.train(settings("--recipe", "bf16", "--out", str(out / "bf16")))
+    header, *lines = train.read_log(out / "bf16/log.jsonl")
+    worse = [line | {"val_loss": line["val_loss"] and 1.25 * line["val_loss"]}
+             for line in lines]
     for name, changed, logged, torn in (
-            ("another-seed", {"seed": 1}, lines, ""), ("begun", {}, [], ""),
-            ("longer", {"steps": 99}, lines, ""),
-            ("stopped", {}, lines[:6], '{"step": 7, "train_lo')):
-        first = {**header, "settings": header["settings"] | changed}
+            ("e2m1", {}, worse, ""), ("another-seed", {"seed": 1}, worse, ""),
+            ("longer", {"steps": 99}, worse, ""), ("begun", {}, [], ""),
+            ("stopped", {}, worse[:6], '{"step": 7, "train_lo')):
+        s = header["settings"] | {"recipe": "e2m1"} | changed
+        texts = [json.dumps(line) for line in ({**header, "settings": s}, *logged)]
         (out / name).mkdir()
-        (out / name / "log.jsonl").write_text(
-            "".join(json.dumps(line) + "\n" for line in (first, *logged)) + torn)
+        (out / name / "log.jsonl").write_text("\n".join([*texts, torn]))
     (out / "broken").mkdir()
     (out / "broken/log.jsonl").write_text("not a log\n")
     capsys.readouterr()
@@ -1868,16 +1750,11 @@ def test_bench_runs_are_compared_with_the_bf16_run_of_the_same_settings(
     said = capsys.readouterr().out
     assert re.search("skipped: .*broken/log.jsonl", said)
     found = {line.split("  ")[0]: re.split("  +", line) for line in said.splitlines()}
-    at_4 = [train.read_log(out / name / "log.jsonl")[4]["val_loss"]
-            for name in ("e2m1", "bf16")]
-    data = header["settings"]["data"]
     for name, steps, error in (
-            ("bf16", "8 of 8", "+0.00"),
-            ("e2m1", "8 of 8", f"{100 * (loss / bf16 - 1):+.2f}"),
-            # at its last validation
-            ("stopped", "6 of 8", f"{100 * (at_4[0] / at_4[1] - 1):+.2f}")):
-        assert found[name][1:3] == [data, steps] and found[name][4] == error
-    assert found["begun"][1:] == [data, "0 of 8"]
+            ("bf16", "8 of 8", "+0.00"), ("e2m1", "8 of 8", "+25.00"),
+            ("stopped", "6 of 8", "+25.00")):           # at its last validation
+        assert found[name][1:3] == [s["data"], steps] and found[name][4] == error
+    assert found["begun"][1:] == [s["data"], "0 of 8"]
     for name in ("another-seed", "longer"):     # without a bf16 run, no loss error
         assert len(found[name]) == len(found["e2m1"]) - 1
     bench.main(["sqnr", str(out / "bf16")])
