@@ -38,8 +38,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-# CPU threads wait for each other in a loop. Beside another program, this makes steps
-# many times slower. So let them sleep after some rounds. torch reads this on import
+# OpenMP's threads wait for each other in a loop. Beside another program this makes
+# steps many times slower. So let them sleep after some rounds. torch reads it on import
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import numpy as np
@@ -58,7 +58,7 @@ from data.prepare import decode, encode, prepare, read_tokens, vocabulary
 # --- Processes -----------------------------------------------------------------------
 # Under torchrun several processes train one model. FSDP2 shards it: each keeps a part
 # of each weight, of its gradient and of its optimizer state. Before a block runs, FSDP2
-# gathers its weights, in float32, so that all processes quantize the same numbers.
+# gathers its weights, in float32, so that it quantizes what one process would.
 # Each process computes its share of the batch. So N processes match one process with
 # --grad-accum N, except for random bits and the order of sums.
 
@@ -79,13 +79,13 @@ def say(text):
             print(text)
 
 def require(condition, message):
-    """Raise what the user can mend as a ValueError. main() prints it as a sentence."""
+    """ValueError for a mistake of the user. main() prints it as a sentence."""
     if not condition:
         raise ValueError(message)
 
 # --- The model -----------------------------------------------------------------------
-# Shapes: B sequences of T tokens, M = B T tokens in all, C = dim, V tokens in the
-# vocabulary, E experts, of which each token takes k.
+# Shapes: B sequences of T tokens, M = B T tokens in all, C = dim, D = C / heads,
+# V tokens in the vocabulary, E experts, of which each token goes to k.
 
 def rope(x, base=10000.0):
     """Rotary position embedding (arXiv 2104.09864) of x (B, heads, T, D). The pair of
@@ -135,8 +135,8 @@ class ExpertLinear(nn.Module):
         return ufp4.linear(x, self.weight, self.recipe, offsets)
 
 class MoE(nn.Module):
-    """Many small experts beside one that all tokens take (arXiv 2401.06066). An expert
-    takes every token that chooses it. The load is balanced without an auxiliary loss
+    """Many small experts beside one for all tokens (arXiv 2401.06066). A token goes to
+    the k experts of its choice. None is dropped. The load is balanced without a loss
     (arXiv 2408.15664): when experts are chosen, each one's score gets a bias."""
     def __init__(self, config, recipe):
         super().__init__()
@@ -154,8 +154,8 @@ class MoE(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             scores = torch.sigmoid(self.router(flat.float()))       # (M, E), float32
         chosen = (scores + self.bias).topk(self.top_k).indices      # (M, k)
-        gates = scores.gather(-1, chosen)           # the weights of a token's experts
-        gates = (gates / gates.sum(-1, keepdim=True)).to(x.dtype)
+        weights = scores.gather(-1, chosen)           # the weights of a token's experts
+        weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
         expert, order = chosen.flatten().sort(stable=True)          # (M k), sorted
         numbers = torch.arange(len(self.bias), device=x.device)     # 0, ..., E - 1
         offsets = torch.searchsorted(expert, numbers, right=True).int()     # (E)
@@ -164,8 +164,8 @@ class MoE(nn.Module):
         copies = flat.repeat_interleave(self.top_k, 0)              # (M k, C)
         gate, up = self.fc1(copies[order], offsets).chunk(2, -1)
         out = self.fc2(F.silu(gate) * up, offsets)                  # (M k, C)
-        out = out[order.argsort()].unflatten(0, gates.shape)        # (M, k, C)
-        out = (out * gates.unsqueeze(-1)).sum(1)                    # (M, C)
+        out = out[order.argsort()].unflatten(0, weights.shape)        # (M, k, C)
+        out = (out * weights.unsqueeze(-1)).sum(1)                    # (M, C)
         return self.shared(x) + out.view(x.shape)
 
     @torch.no_grad()
@@ -235,8 +235,8 @@ PRESETS = {
     "small-moe": dict(SMALL, hidden=352, experts=32, top_k=3)}
 
 RECIPE_FIELDS = ("fmt", "scale", "rht", "sr", "gemms", "rht_block")
-# A run may go on with other values of these. They change no numbers, or only random
-# bits and how sums are rounded (device, compile, grad_accum)
+# A run may go on with other values of these, for that start. Most change no numbers;
+# device, compile and grad_accum change random bits and how sums are rounded
 MAY_CHANGE = {"out", "resume", "prompt", "with_", "device", "compile", "grad_accum",
               "eval_interval", "save_interval", "log_interval", "sample"}
 
@@ -260,14 +260,14 @@ class Config:
     model: str = "small" if GPU else "nano"     # sizes and schedule, see PRESETS
     data: str = "python"            # python, shakespeare, fineweb or a text file
     out: str = None                 # the run's folder (default: out/MODEL-RECIPE-sSEED)
-    resume: str = None              # go on: a run's folder, or a checkpoint (or --out)
+    resume: str = None              # go on: a run's folder or checkpoint, else --out
     prompt: str = None              # only continue this text, with a run of --resume
     with_: str = None               # a Python file of yours that adds to ufp4.RECIPES
     seed: int = 0                   # of weights, batches, rotations and random bits
     keep_bf16: int = 0              # blocks not quantized: N the last, -N the first
     device: str = "cuda" if GPU else "cpu"      # cpu, cuda, cuda:1, mps, ...
     dtype: str = None               # of products (default: bfloat16 if hardware has it)
-    compile: bool = False           # torch.compile blocks (with experts only bfloat16)
+    compile: bool = False           # torch.compile blocks (experts need bfloat16)
     grad_accum: int = 1             # gradient accumulation steps
     min_lr: float = 0.1             # last learning rate, as a fraction of the peak
     weight_decay: float = 0.1       # of matrices, by AdamW
@@ -288,7 +288,7 @@ class Config:
     batch_size: int = None          # sequences in a step, of all processes together
     steps: int = None               # steps in all
     lr: float = None                # peak learning rate
-    warmup: int = None              # steps (default: the preset's; at most a fifth)
+    warmup: int = None              # steps (default: the preset's, or --steps / 5)
     # And the recipe these
     fmt: str = None                 # format of the elements
     scale: str = None               # format of the scales
@@ -356,7 +356,7 @@ def load_data(config):
     for tokens in (*shards, val):
         require(len(tokens) > config.seq_len, f"{tokens.filename} has {len(tokens)} "
                 "tokens, too few for a sequence: take a smaller --seq-len")
-    # The folder's name has Python's version, or the checksum of a text
+    # The version changes with the data: it has Python's version, or a text's checksum
     return shards, val, f"{data.train[0].parent.name}-{len(shards)}"
 
 def windows(tokens, starts, config):
@@ -369,8 +369,8 @@ def windows(tokens, starts, config):
     return rows[:, :-1], rows[:, 1:]
 
 def get_batch(shards, config, step, part=0):
-    """Random windows: this process's share of a part of a step. Steps take shards in
-    turn. Seed and step fix the windows, so resuming needs only the step."""
+    """Random windows: this process's share of a part (of --grad-accum parts) of a step.
+    Steps take shards in turn. Seed and step fix the windows, so a run can go on."""
     shard = shards[step % len(shards)]
     generator = np.random.default_rng((config.seed, step))
     starts = generator.integers(0, len(shard) - config.seq_len, size=config.batch_size)
@@ -451,7 +451,7 @@ def claim(config, data_version):
     except (ImportError, OSError):      # Windows and some network disks have no locks
         pass
     saved = checkpoints(out)
-    goes_on = bool(saved) and str(saved[-1]) == config.resume   # with its own last one
+    goes_on = bool(saved) and str(saved[-1]) == config.resume   # else it is a branch
     require(goes_on or not saved, f"{out} holds a run: --resume {out} goes on with it, "
             "--out with a new folder begins another")
     if not saved:                       # a run that left nothing to go on from
@@ -517,7 +517,7 @@ def build(config, recipe, vocab_size):
         mesh = dist.device_mesh.init_device_mesh(config.device, (WORLD,))
         for module in (*model.blocks, model):
             fully_shard(module, mesh=mesh)
-    model.to(config.device)
+    model.to(config.device)             # after sharding: a GPU never holds all of it
     matrices = [p for p in model.parameters() if p.dim() > 1]
     gains = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": matrices}, {"params": gains, "weight_decay": 0.0}]
@@ -526,9 +526,9 @@ def build(config, recipe, vocab_size):
 
 @contextmanager
 def signals_caught():
-    """Yields a list. Until the block ends, Ctrl-C and SIGTERM only add to it."""
+    """Yields a list. Inside the `with`, Ctrl-C and SIGTERM only add to it."""
     caught, before = [], {}
-    if threading.current_thread() is threading.main_thread():   # no other may do this
+    if threading.current_thread() is threading.main_thread():   # others may not do this
         for number in (signal.SIGINT, signal.SIGTERM):
             before[number] = signal.signal(number, lambda *got: caught.append(got))
     try:
@@ -540,7 +540,7 @@ def signals_caught():
 def train(config):
     """Train from the start or from a checkpoint to the last step. Returns the last
     validation loss, or None if no step was left."""
-    # The model needs no data. So a wrong flag is found before a download
+    # The model comes before a download, so that wrong sizes fail at once
     recipe, vocab_size = make_recipe(config), vocabulary(config.data)
     model, optimizer = build(config, recipe, vocab_size)
     shards, val, data_version = load_data(config)
@@ -594,7 +594,8 @@ def train(config):
             validates = last or done % config.eval_interval == 0
             if not (saves or validates or done % config.log_interval == 0):
                 continue
-            # Only now wait for the device. The loss is the mean over the processes
+            # Only now wait for the device. The loss is the mean over the processes. The
+            # other numbers are the same in all of them
             numbers = all_sum(torch.stack((loss, norm, *loads))) / WORLD
             loss, norm, *loads = numbers.tolist()
             seconds = time.perf_counter() - clock
@@ -646,19 +647,19 @@ def parse_args(argv=()):
     require("resume" in typed or "prompt" not in typed,
             "--prompt needs a model: add --resume RUN")
     if "resume" in typed:
-        if not typed["resume"]:         # the folder of a new run with the other flags
+        if not typed["resume"]:         # the folder that the other flags name
             typed["resume"] = parse_args([a for a in argv if a != "--resume"]).out
         path = Path(typed["resume"])
         if checkpoints(path):                           # it is a run's folder
             path = checkpoints(path)[-1]
         require((path / ".metadata").exists(), f"--resume {path}: no such checkpoint")
         before = read_log(path.parent / "log.jsonl")[0]["settings"]
-        # DCP would load a part of a larger model without a word
+        # With fewer layers DCP would load only these, without a word
         for name in ("model", "layers"):
             require(name not in typed or typed[name] == before[name],
                     f"{flag(name)} {typed.get(name)}: {path} has {before[name]}")
         before["out"], typed["resume"] = str(path.parent), str(path)
-    if "recipe" in typed:       # without what flags had changed in another recipe
+    if "recipe" in typed:       # a new one, without the old run's --fmt, --rht, ...
         before |= dict.fromkeys(RECIPE_FIELDS)
     # A flag wins over the settings of the run that goes on, and these over the preset
     given = {**before, **typed}
@@ -714,6 +715,6 @@ def main(argv=()):
         stop(str(e) or "interrupted")
 
 if __name__ == "__main__":
-    # A file of --with that imports train gets this module, not a second one
+    # So that `import train` in a file of --with finds this module
     sys.modules["train"] = sys.modules["__main__"]
     main(sys.argv[1:])
