@@ -811,7 +811,8 @@ def draw_studies(results, folder, studies, rows=None):
 
 def draw_causes(fig, results, model, rows):
     """Loss error against the noise of fprop, and against what fprop shrinks its outputs
-    by. Doses, which change only one of the two, are squares without a name."""
+    by. Doses, which change only one of the two, are squares without a name. On the right
+    a recipe has the height, and so the name, that it has on the left."""
     left, right = fig.subplots(1, 2, sharey=True)
     fprop, points = results.fprop(model), {}
     rows = [row for row in rows if row in fprop]
@@ -827,7 +828,7 @@ def draw_causes(fig, results, model, rows):
             at = 100 * x, 100 * error
             ax.errorbar(*at, yerr=100 * (half or 0), fmt="s" if dose else "o", lw=1,
                         color=color)
-            if not dose:        # in turns left and right of the point
+            if ax is left and not dose:     # in turns left and right of the point
                 ax.annotate(", ".join(names), at, (7 if i % 2 else -7, 0), color=color,
                             ha="left" if i % 2 else "right", va="center", size=10,
                             textcoords="offset points")
