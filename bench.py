@@ -811,8 +811,8 @@ def draw_studies(results, folder, studies, rows=None):
 
 def draw_causes(fig, results, model, rows):
     """Loss error against the noise of fprop, and against what fprop shrinks its outputs
-    by. Doses, which change only one of the two, are squares without a name. On the right
-    a recipe has the height, and so the name, that it has on the left."""
+    by. Doses, which change only one of the two, are squares without a name. On the
+    right a recipe has the height, and so the name, that it has on the left."""
     left, right = fig.subplots(1, 2, sharey=True)
     fprop, points = results.fprop(model), {}
     rows = [row for row in rows if row in fprop]
