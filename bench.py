@@ -1122,7 +1122,7 @@ def bench_sqnr(args):
     """Of the last checkpoint of the run of train.py in args.dir."""
     s = train.parse_args(["--resume", str(args.dir)])
     model = train.GPT(s, train.make_recipe(s), vocabulary(s.data))
-    train.dcp.load({"model": model.state_dict()}, checkpoint_id=s.resume)
+    train.load(s.resume, {"model": model.state_dict()})
     shards, _, _ = train.load_data(s)
     batch, layers = train.get_batch(shards, s, s.steps), collections.defaultdict(list)
     for name, tensors in capture(model.to(s.device), *batch).items():

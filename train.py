@@ -136,8 +136,9 @@ class ExpertLinear(nn.Module):
 
 class MoE(nn.Module):
     """Many small experts beside one for all tokens (arXiv 2401.06066). A token goes to
-    the k experts of its choice. None is dropped. The load is balanced without a loss
-    (arXiv 2408.15664): when experts are chosen, each one's score gets a bias."""
+    the k experts of its choice. None is dropped. The load is balanced without an
+    auxiliary loss (arXiv 2408.15664): when experts are chosen, each one's score gets a
+    bias."""
     def __init__(self, config, recipe):
         super().__init__()
         dim, hidden, experts = config.dim, config.hidden, config.experts
@@ -154,7 +155,7 @@ class MoE(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             scores = torch.sigmoid(self.router(flat.float()))       # (M, E), float32
         chosen = (scores + self.bias).topk(self.top_k).indices      # (M, k)
-        weights = scores.gather(-1, chosen)           # the weights of a token's experts
+        weights = scores.gather(-1, chosen)         # the weights of a token's experts
         weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
         expert, order = chosen.flatten().sort(stable=True)          # (M k), sorted
         numbers = torch.arange(len(self.bias), device=x.device)     # 0, ..., E - 1
@@ -164,8 +165,8 @@ class MoE(nn.Module):
         copies = flat.repeat_interleave(self.top_k, 0)              # (M k, C)
         gate, up = self.fc1(copies[order], offsets).chunk(2, -1)
         out = self.fc2(F.silu(gate) * up, offsets)                  # (M k, C)
-        out = out[order.argsort()].unflatten(0, weights.shape)        # (M, k, C)
-        out = (out * weights.unsqueeze(-1)).sum(1)                    # (M, C)
+        out = out[order.argsort()].unflatten(0, weights.shape)      # (M, k, C)
+        out = (out * weights.unsqueeze(-1)).sum(1)                  # (M, C)
         return self.shared(x) + out.view(x.shape)
 
     @torch.no_grad()
@@ -469,7 +470,7 @@ def claim(config, data_version):
 
 def state_of(model, optimizer, step=0):
     """What a checkpoint holds, as a dict. The tensors are those of model and optimizer
-    themselves, so dcp.load fills these in place. AdamW would make its moments at its
+    themselves, so load() fills these in place. AdamW would make its moments at its
     first step only; get_state_dict makes them now."""
     weights, moments = get_state_dict(model, optimizer)
     return {"model": weights, "optimizer": moments, "step": step}
@@ -481,6 +482,15 @@ def save(config, step, model, optimizer):
     if RANK == 0:
         for path in set(out.glob("ckpt-*")) - set(checkpoints(out)[-2:]):
             shutil.rmtree(path)
+
+def load(path, state):
+    """Read a checkpoint into the tensors of `state`. ValueError if that fails."""
+    try:
+        dcp.load(state, checkpoint_id=path)
+    except dcp.CheckpointException as e:
+        error, _ = next(iter(e.failures.values()))
+        raise ValueError(f"can't load {path}: {error!r}; if it is damaged, delete it, "
+                         "and --resume takes the one before") from e
 
 def log(config, record):
     """Append a dict to the log, as a line."""
@@ -548,7 +558,7 @@ def train(config):
     start, val_loss = 0, None
     if config.resume:
         state = state_of(model, optimizer)
-        dcp.load(state, checkpoint_id=config.resume)
+        load(config.resume, state)
         start = state["step"]
         require(start < config.steps or Path(config.resume).parent == Path(config.out),
                 f"{config.resume} has made {start} steps: a branch needs more --steps")
@@ -678,7 +688,7 @@ def continue_text(config):
     vocab_size = vocabulary(config.data)
     config.compile = False              # would take longer than the text
     model, _ = build(config, make_recipe(config), vocab_size)
-    dcp.load({"model": model.state_dict()}, checkpoint_id=config.resume)
+    load(config.resume, {"model": model.state_dict()})
     prompt = encode(config.prompt or "\n", vocab_size)
     say(sample(model, prompt, config, vocab_size))
 
@@ -707,10 +717,10 @@ def main(argv=()):
             dist.destroy_process_group()
     except FloatingPointError as e:
         stop(e, 3)                          # bench.py tells it from other errors
-    except dcp.CheckpointException as e:    # of saving or loading
+    except dcp.CheckpointException as e:
         error, _ = next(iter(e.failures.values()))
-        stop(f"checkpoint of {config.resume or config.out}: {error!r}; if it is "
-             "damaged, delete it, and --resume takes the one before")
+        stop(f"can't save a checkpoint: {error!r}; --resume {config.out} goes on from "
+             "the one before")
     except (ValueError, OSError, ImportError, KeyboardInterrupt) as e:
         stop(str(e) or "interrupted")
 
