@@ -2,16 +2,15 @@
 
     python bench.py study quick     the paper's finding on a laptop (5 min)
     python bench.py study loss      formats and scales: how much recipes raise the loss
-    python bench.py study ablate    one change at a time
     python bench.py study scaling   by size, 20 bytes of text per parameter
     python bench.py study length    by the length of the text
     python bench.py study depth     by depth: does shrinkage compound?
     python bench.py study dose      noise and shrinkage in doses: which raises the loss?
     python bench.py study norms     the same shrinkage in a model without norms
-    python bench.py study search    the paper's search for its baseline, in small
+    python bench.py study ablate    one change at a time, as in the paper's search
+    python bench.py study nano      more of them, on a larger model and less text
+    python bench.py study rht-block   the size of the Hadamard matrix
     python bench.py study help      what lowers the loss error most
-    python bench.py study scratch   whole runs under a recipe: why the others branch
-    python bench.py study lr        is the learning rate right?
     python bench.py bias        how much the grids shrink, and by block scale (1 min)
     python bench.py sqnr DIR    which grid suits the tensors of a run, and the RHT
     python bench.py cpu         what emulation takes on this CPU (4 min)
@@ -47,7 +46,7 @@ import time
 import types
 import warnings
 import zlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import train                        # before torch: it sets how CPU threads wait
@@ -233,6 +232,8 @@ for slope in (0.98, 0.9):
 for like in ("ufp4", "e2m1"):
     for place in (("x", "wgrad"), ("w", "dgrad")):
         experiment(f"{like}-sr-dy-{'-'.join(place)}", like, (place,), stochastic=True)
+# Square tiles of W share a scale
+experiment("e2m1-tiles", "e2m1", (("w", "fprop"), ("w", "dgrad")), tiles=True)
 # A rotation without random signs
 experiment("ufp4-no-signs", "ufp4", signs=torch.ones(16))
 
@@ -257,12 +258,12 @@ MODELS = {"nano": ["--model", "nano"],
           "dense-0.1m": sized("nano", 2, 64, 2, 176, 1303),
           "dense-0.3m": sized("nano", 2, 96, 3, 256, 2645),
           "dense-0.9m": sized("nano", 4, 128, 4, 352, 8491),
-          "moe-0.3m": sized("nano-moe", 2, 96, 3, 64, 2675)}
-# dense-0.3m once more, all of its rows on one machine; and without norms
-MODELS["cause-0.3m"] = MODELS["dense-0.3m"]
-MODELS["no-norms-0.3m"] = sized("no-norms", 2, 96, 3, 256, 2645)
+          "moe-0.3m": sized("nano-moe", 2, 96, 3, 64, 2675),
+          "no-norms-0.3m": sized("no-norms", 2, 96, 3, 256, 2645),
+          "all-128": sized("nano", 2, 128, 4, 384, 800)}    # multiples of 128
 train.PRESETS["no-norms"] = train.NANO
-SCALING = ("dense-0.1m", "dense-0.3m", "dense-0.9m", "moe-0.3m")
+SCALING = {name: name for name in ("dense-0.1m", "dense-0.3m", "dense-0.9m",
+                                   "moe-0.3m")}
 # {model: bytes per parameter}
 LENGTHS = {"dense-0.3m-2": 2, "dense-0.3m-6": 6, "dense-0.3m": 20, "dense-0.3m-60": 60}
 MODELS["dense-0.3m-2"] = sized("nano", 2, 96, 3, 256, 264)
@@ -285,14 +286,10 @@ ROWS = {"ufp4-rht-none": "--recipe ufp4 --rht none",
         "e2m1-rht-dgrad-wgrad": "--recipe e2m1 --rht dgrad,wgrad",
         "e2m1-rht-fprop-wgrad": "--recipe e2m1 --rht fprop,wgrad",
         "ufp4-rht-block-32": "--recipe ufp4 --rht-block 32",
+        "ufp4-rht-block-64": "--recipe ufp4 --rht-block 64",
+        "ufp4-rht-block-128": "--recipe ufp4 --rht-block 128",
         "e2m1-sr-none": "--recipe e2m1 --sr none",
-        "e2m1-max-4": "--recipe e2m1 --fmt e2m1-max4",
-        "ufp4-scratch": "--recipe ufp4", "e2m1-scratch": "--recipe e2m1",
-        # half the learning rate of two models, and twice
-        "lr-0.00212": "--recipe bf16 --lr 0.00212",
-        "lr-0.00849": "--recipe bf16 --lr 0.00849",
-        "lr-0.0015": "--recipe bf16 --lr 0.0015",
-        "lr-0.006": "--recipe bf16 --lr 0.006"}
+        "e2m1-max-4": "--recipe e2m1 --fmt e2m1-max4"}
 
 # What might lower a recipe's loss error, and the share of the GEMMs' work in the blocks
 # that stays in 4 bits. A late change is made for the last sixth of the run
@@ -301,19 +298,15 @@ HELP = {"fprop-bf16": ("--gemms dgrad,wgrad", "2/3"),
         "late-bf16": ("--recipe bf16", "5/6"),
         "last-block-bf16": ("--keep-bf16 1", "1/2"),
         "first-block-bf16": ("--keep-bf16 -1", "1/2")}
-# {recipe: {row: its flags and share}}
-HELPED = {recipe: {f"{recipe}-{what}": of for what, of in HELP.items()}
-          for recipe in ("ufp4", "nvfp4")}
-for recipe, rows in HELPED.items():
-    ROWS |= {row: f"--recipe {recipe} {flags}" for row, (flags, _) in rows.items()}
+HELPED = ("ufp4", "nvfp4")
+for recipe in HELPED:
+    ROWS |= {f"{recipe}-{what}": f"--recipe {recipe} {flags}"
+             for what, (flags, _) in HELP.items()}
 
 def row_flags(row):
     return ROWS.get(row, f"--recipe {row}").split()
 
-def is_row(name):
-    return name in ROWS or name in RECIPES
-
-COLORS = {"e1m2": "#1f77b4", "int4": "#1f77b4", "e2m1": "#d62728"}
+COLORS = {"e1m2": "#1f77b4", "e2m1": "#d62728"}
 
 def color_of(row):
     """The color of a row in figures, by the grid that it rounds to in fprop."""
@@ -325,71 +318,94 @@ def color_of(row):
 TWO_BY_TWO = {"e2m1": ("e2m1", "e2m1-full-rht"), "e1m2": ("ufp4-rht-wgrad", "ufp4")}
 # With the RHT on all three GEMMs: E2M1, which shrinks or does not, and E1M2
 CAUSES = ("e2m1-full-rht", "e2m1-debiased", "ufp4-shrunk", "ufp4")
-CORE = ("ufp4", "e2m1", "e2m1-full-rht", "nvfp4")
+DOSES = ("ufp4", "ufp4-noise-1.25", "ufp4-noise-1.5", "ufp4-noise-2", "ufp4-noise-3")
+GAP = {"e2m1": 1, "ufp4": -1}
 
-# {study: {what some rows have in common: the rows}}. They are compared with `ufp4`, or
-# with what they have in common, if that is the name of a row
-GROUPS = {
-    "quick": {"": sum(TWO_BY_TWO.values(), ())},
-    "loss": {"the method": ("ufp4", "ufp4-int4"), "E2M1": ("e2m1", "e2m1-full-rht"),
-             "the method, other scales": ("ufp4-e4m3", "ufp4-mx"),
-             "a standard": ("nvfp4", "mxfp4"),
-             "a choice by block": ("four-over-six", "mixfp4")},
-    "ablate": {"the pair": ("ufp4", "e2m1"),
-               "RHT on": ("ufp4-rht-none", "ufp4-rht-wgrad", "ufp4-rht-dgrad-wgrad",
-                          "ufp4-rht-fprop-wgrad"),
-               "SR on": ("ufp4-sr-none", "ufp4-sr-x-dy", "ufp4-sr-x-w-dy"),
-               "grid, slope": CAUSES[:3],
-               "one GEMM in E2M1": tuple(f"ufp4-{gemm}-in-e2m1" for gemm in GEMMS),
-               "range of E2M1": ("e2m1-max2", "e2m1-max3", "e2m1-max4")},
-    "dose": {"dose of noise": ("ufp4", "ufp4-noise-1.25", "ufp4-noise-1.5",
-                               "ufp4-noise-2", "ufp4-noise-3"),
-             "slope in fprop": ("ufp4-slope-0.996", "ufp4-slope-0.98",
-                                "ufp4-slope-0.95", "ufp4-slope-0.9"),
-             "slope in all three GEMMs": ("ufp4-slope-0.98-all", "ufp4-slope-0.9-all"),
-             "recipe": ("e2m1", "e2m1-full-rht", "ufp4-rht-wgrad", "nvfp4")},
-    "search": {"e2m1": ("e2m1", "e2m1-rht-none", "e2m1-rht-dgrad-wgrad",
-                        "e2m1-rht-fprop-wgrad", "e2m1-full-rht", "e2m1-max-4",
-                        "e2m1-sr-none", "e2m1-sr-dy-x-wgrad", "e2m1-sr-dy-w-dgrad"),
-               "ufp4": ("ufp4", "ufp4-rht-wgrad", "ufp4-rht-block-32", "ufp4-no-signs",
-                        "ufp4-sr-none", "ufp4-sr-dy-x-wgrad", "ufp4-sr-dy-w-dgrad")},
-    "help": {"ufp4": ("ufp4", *HELPED["ufp4"], "ufp4-e4m3"),
-             "nvfp4": ("nvfp4", *HELPED["nvfp4"])},
-    "scratch": {"ufp4-scratch": ("ufp4-scratch", "e2m1-scratch")},
-    "lr": {"bf16": ("lr-0.00212", "lr-0.00849", "lr-0.0015", "lr-0.006")}}
-# {study: its rows}
-ALL = {study: sum(groups.values(), ()) for study, groups in GROUPS.items()}
+@dataclass
+class Study:
+    """Rows on models. The table of one model has a line a row, and the difference to
+    the row that its group is called after. The table of several models has a line a
+    model, and a column a row and effect."""
+    models: dict                    # or names: {model: how the table calls it}
+    groups: dict                    # {row: the rows that are compared with it}
+    effects: dict = None            # {name: {row: weight}}
+    last: tuple = ("", {})          # the last column: its head, {row: cell}
+    what: str = "model"             # what the models are called by
 
-# {study: {model: rows}}
+    @property
+    def rows(self):
+        return sum(self.groups.values(), ())
+
+# The last column of a study where the cells are computed, by beyond_line()
+BEYOND = ("beyond the line, %", {})
+
 STUDIES = {
-    "quick": {"nano": ALL["quick"]},
-    "loss": {"dense-0.3m": ALL["loss"]},
-    "ablate": {"dense-0.3m": (*ALL["ablate"][:7], *CAUSES[:3]), "nano": ALL["ablate"]},
-    "scaling": dict.fromkeys(SCALING, CORE),
-    "length": dict.fromkeys(LENGTHS, CORE[:2]),
+    "quick": Study(("nano",), {"ufp4": sum(TWO_BY_TWO.values(), ())}),
+    "loss": Study(("dense-0.3m",), {
+        "ufp4": ("ufp4", "ufp4-rht-wgrad", "e2m1", "e2m1-full-rht", "ufp4-e4m3",
+                 "nvfp4", "four-over-six", "mixfp4"),
+        "mxfp4": ("mxfp4", "ufp4-mx")}, last=BEYOND),
+    "scaling": Study(SCALING, {"ufp4": ("ufp4", "e2m1", "e2m1-full-rht", "nvfp4")},
+                     {"`e2m1` minus `ufp4`, %": GAP}),
+    "length": Study(LENGTHS, {"ufp4": ("ufp4", "e2m1")},
+                    {"`e2m1` minus `ufp4`, %": GAP}, what="bytes per parameter"),
     # Written down before the runs: if shrinkage compounds over layers, its effect grows
     # with depth, so that at 32 blocks its interval is above the one at 2. If norms undo
     # it, the effect is within 0.05% of zero at each depth. An interval wider than 0.1%
     # at 32 blocks would leave the question open.
-    "depth": dict.fromkeys(DEPTHS, CAUSES),
+    "depth": Study(DEPTHS, {"ufp4": CAUSES}, {
+        "effect of the grid, %": dict(zip(CAUSES, (.5, .5, -.5, -.5))),
+        "effect of shrinking, %": dict(zip(CAUSES, (.5, -.5, .5, -.5)))},
+        what="blocks"),
     # Written down before the runs: if noise of fprop is the cause, the loss error grows
     # with its dose in a straight line, which predicts each recipe within its interval.
     # If shrinkage is, the loss error grows with 1 - slope from the first dose on. If
     # norms undo it, slopes down to 0.9 in fprop cost nothing. In dgrad and wgrad a
     # slope scales gradients, which AdamW divides out again.
-    "dose": {"cause-0.3m": ALL["dose"]},
+    "dose": Study(("dense-0.3m",), {
+        "ufp4": (*DOSES, "ufp4-slope-0.996", "ufp4-slope-0.98", "ufp4-slope-0.95",
+                 "ufp4-slope-0.9", "ufp4-shrunk", "ufp4-slope-0.98-all",
+                 "ufp4-slope-0.9-all"),
+        "e2m1-full-rht": ("e2m1-full-rht", "e2m1-debiased")}, last=BEYOND),
     # If it is norms that undo shrinkage, the same slopes cost more without them.
-    "norms": dict.fromkeys(("cause-0.3m", "no-norms-0.3m"),
-                           ("ufp4", "ufp4-slope-0.98", "ufp4-slope-0.9")),
-    "search": {"cause-0.3m": ALL["search"]},
-    "help": {"cause-0.3m": ALL["help"]},
-    "scratch": {"dense-0.3m": ALL["scratch"]},
-    "lr": {"dense-0.1m": ("lr-0.00212", "lr-0.00849"),
-           "dense-0.9m": ("lr-0.0015", "lr-0.006")}}
+    "norms": Study({"dense-0.3m": "with norms", "no-norms-0.3m": "without norms"},
+                   {"ufp4": ("ufp4", "ufp4-slope-0.98", "ufp4-slope-0.9")},
+                   {f"slope {slope} minus `ufp4`, %": {f"ufp4-slope-{slope}": 1,
+                                                       "ufp4": -1}
+                    for slope in (0.98, 0.9)}),
+    "ablate": Study(("dense-0.3m",), {
+        "e2m1": ("e2m1", "e2m1-rht-none", "e2m1-rht-dgrad-wgrad",
+                 "e2m1-rht-fprop-wgrad", "e2m1-full-rht", "e2m1-max-4", "e2m1-sr-none",
+                 "e2m1-sr-dy-x-wgrad", "e2m1-sr-dy-w-dgrad", "e2m1-tiles"),
+        "ufp4": ("ufp4", "ufp4-rht-none", "ufp4-rht-wgrad", "ufp4-rht-dgrad-wgrad",
+                 "ufp4-rht-fprop-wgrad", "ufp4-no-signs",
+                 "ufp4-sr-none", "ufp4-sr-dy-x-wgrad", "ufp4-sr-dy-w-dgrad")},
+        # Its search at 0.6B (Appendix B) in words, its ablation at 1.5B (Q4) in numbers
+        last=("the paper", {
+            "e2m1-rht-none": "hurts", "e2m1-rht-dgrad-wgrad": "hurts in the end",
+            "e2m1-rht-fprop-wgrad": "hurts", "e2m1-full-rht": "hurts",
+            "e2m1-max-4": "hurts", "e2m1-sr-none": "hurts",
+            "e2m1-sr-dy-x-wgrad": "hurts a little",
+            "e2m1-sr-dy-w-dgrad": "hurts a little", "e2m1-tiles": "hurts",
+            "ufp4-rht-none": "+0.60",
+            "ufp4-rht-wgrad": "+0.34", "ufp4-rht-dgrad-wgrad": "+0.44",
+            "ufp4-rht-fprop-wgrad": "+0.25", "ufp4-sr-none": "+0.24"})),
+    "rht-block": Study(("all-128",), {
+        "ufp4": ("ufp4", "ufp4-rht-block-32", "ufp4-rht-block-64",
+                 "ufp4-rht-block-128")}),
+    "nano": Study(("nano",), {
+        "ufp4": ("ufp4", "e2m1", "ufp4-rht-wgrad", "e2m1-full-rht", "ufp4-sr-none",
+                 "ufp4-sr-x-dy", "ufp4-sr-x-w-dy", "ufp4-fprop-in-e2m1",
+                 "ufp4-dgrad-in-e2m1", "ufp4-wgrad-in-e2m1", "e2m1-max2", "e2m1-max3",
+                 "e2m1-max4")}),
+    "help": Study(("dense-0.3m",), {
+        recipe: (recipe, *(f"{recipe}-{what}" for what in HELP)) for recipe in HELPED},
+        last=("GEMM work in 4 bits", {f"{recipe}-{what}": share for recipe in HELPED
+                                      for what, (_, share) in HELP.items()}))}
 
-def seeds_of(study, name):
+def seeds_of(study, model):
     """How many seeds, fixed before the runs."""
-    return {"quick": 1, "lr": 2}.get(study, 4 if name == "dense-0.9m" else 5)
+    return 1 if study == "quick" else 4 if model == "dense-0.9m" else 5
 
 # ---- Jobs: a job is a process of train.py that leaves a result ----
 
@@ -398,8 +414,7 @@ class Job:
 
     A row trains the last third of the steps, from a checkpoint of the bf16 run with its
     seed. This cancels most of what differs from seed to seed by chance. A late row
-    trains the last sixth, from a checkpoint of the recipe that it changes. Rows of
-    `study lr` and `study scratch` train all steps."""
+    trains the last sixth, from a checkpoint of the recipe that it changes."""
 
     def __init__(self, args, model, row, seed):
         self.key = self.model, self.row, self.seed = model, row, seed
@@ -413,7 +428,7 @@ class Job:
         self.after, self.first = "bf16", third
         if "-late-" in row:
             self.after, self.first = row.split("-late-")[0], sixth
-        if row in ("bf16", *ALL["lr"], *ALL["scratch"]):
+        if row == "bf16":
             self.after, self.first = None, 0
         self.steps = s.steps - self.first               # its own
         self.branch = (args.runs / f"{model}-{self.after}-s{seed}"
@@ -582,7 +597,7 @@ class Results:
         return math.sqrt(statistics.mean(map(statistics.variance, differences)) / 2)
 
     def cell(self, weights):
-        """What was found in %, for a row's loss error with its number of seeds."""
+        """What was found in %. A row's loss error has its number of seeds."""
         found = text(self.contrast(weights))
         if found and [*weights.values()] == [1]:
             found += f" ({len(self.sums(weights))})"
@@ -598,11 +613,9 @@ class Results:
             said = "not settled"
         return f"{'+' * (mean > 0)}{text((mean, half))}: {said}"
 
-    def reduction(self, models):
-        """By what part of itself e2m1's loss error, summed over the models, is smaller
-        with ufp4: mean over the seeds that have all, and interval."""
-        ours, theirs = (self.sums({(model, row): 1 for model in models})
-                        for row in ("ufp4", "e2m1"))
+    def reduction(self, model):
+        """By what part of itself e2m1's loss error is smaller with ufp4."""
+        ours, theirs = (self.sums({(model, row): 1}) for row in ("ufp4", "e2m1"))
         parts = [1 - ours[seed] / theirs[seed] for seed in ours if seed in theirs]
         return interval(parts) if parts else None
 
@@ -611,171 +624,103 @@ class Results:
         the rows of which a run diverged."""
         found = {}
         for r in self.runs:
-            if r["model"] == model and r.get("noise") and "scratch" not in r["row"]:
+            if r["model"] == model and r.get("noise"):
                 found.setdefault(r["row"], []).append((r["slope"], r["noise"]))
         errors = {row: self.contrast({(model, row): 1})[0] for row in found}
         return {row: (*map(statistics.mean, zip(*of)), errors[row])
                 for row, of in found.items() if math.isfinite(errors[row])}
 
-# ---- Tables: text, and weights that become cells ----
-
-# The last column of some studies: {study: (its head, {row: cell})}. The paper's numbers
-# are of its ablation (Q4, 1.5B parameters), its words of its search (Appendix B)
-LAST = {
-    "ablate": ("the paper, minus `ufp4`", {
-        "ufp4-rht-none": "+0.60", "ufp4-rht-wgrad": "+0.34",
-        "ufp4-rht-dgrad-wgrad": "+0.44", "ufp4-rht-fprop-wgrad": "+0.25",
-        "ufp4-sr-none": "+0.24"}),
-    "search": ("the paper", {
-        "e2m1-rht-none": "hurts", "e2m1-rht-dgrad-wgrad": "hurts in the end",
-        "e2m1-rht-fprop-wgrad": "hurts", "e2m1-full-rht": "hurts",
-        "e2m1-max-4": "hurts", "e2m1-sr-none": "hurts",
-        "e2m1-sr-dy-x-wgrad": "hurts a little", "e2m1-sr-dy-w-dgrad": "hurts a little",
-        "ufp4-rht-wgrad": "hurts", "ufp4-rht-block-32": "no change",
-        "ufp4-sr-none": "hurts"}),
-    "help": ("GEMM work in 4 bits", {"ufp4-e4m3": "1"} | {
-        row: share for rows in HELPED.values() for row, (_, share) in rows.items()})}
-GAP = {"e2m1": 1, "ufp4": -1}
-GRID = dict(zip(CAUSES, (.5, .5, -.5, -.5)))
-SHRINKING = dict(zip(CAUSES, (.5, -.5, .5, -.5)))
-# The lines below the rows of a table
-EFFECTS = {"effect of the grid": GRID, "effect of shrinking": SHRINKING,
-           "effect of shrinking, in E2M1": {"e2m1-full-rht": 1, "e2m1-debiased": -1},
-           "effect of fprop without RHT": {
-               "ufp4-rht-wgrad": .5, "ufp4-rht-fprop-wgrad": -.5,
-               "ufp4-rht-dgrad-wgrad": .5, "ufp4": -.5},
-           "`ufp4-mx` minus `mxfp4`": {"ufp4-mx": 1, "mxfp4": -1}}
-# Studies whose tables have a line a model: {study: (head of its first column, {model:
-# name or size there}, rows with a column each, effects with a column each)}
-SERIES = {"scaling": ("model", {name: name for name in SCALING}, CORE,
-                      {"`e2m1` minus `ufp4`, %": GAP}),
-          "length": ("bytes per parameter", LENGTHS, CORE[:2],
-                     {"`e2m1` minus `ufp4`, %": GAP}),
-          "depth": ("blocks", DEPTHS, CAUSES, {"effect of the grid, %": GRID,
-                                               "effect of shrinking, %": SHRINKING})}
-
-def table(results, head, lines):
-    """Rows of text. Weights become a cell. Left out are columns without a cell, and
-    lines without one after their name and group."""
-    rows = [[results.cell(cell) if isinstance(cell, dict) else cell for cell in line]
-            for line in lines]
-    rows = [head, *(row for row in rows if any(row[2:]))]
-    columns = [column for column in zip(*rows) if any(column[1:])]
-    return [list(row) for row in zip(*columns)]
+# ---- Tables ----
 
 def tables_of(results, studies=STUDIES, rows=None):
     """{marker in a page: table} of what was measured. `rows` replace the studies'."""
     tables = {}
-    for study in studies:
-        if study in SERIES and not rows:
-            tables[study] = series_table(results, study)
-        else:
-            tables[study] = rows_table(results, study, groups_of(study, rows))
+    for name in studies:
+        study = STUDIES[name]
+        if rows:
+            study = replace(study, groups={"ufp4": rows})
+        make = rows_table if len(study.models) == 1 else models_table
+        tables[name] = make(results, study)
     for name, model in (("two-by-two", "dense-0.3m"), ("two-by-two-nano", "nano")):
-        if all((model, row) in results.errors for row in ALL["quick"]):
+        if all((model, row) in results.errors for row in STUDIES["quick"].rows):
             tables[name] = two_by_two_table(results, model)
     return {name: table for name, table in tables.items() if len(table) > 1}
 
-def groups_of(study, rows=None):
-    """{row: its group} of a study, or of `rows` instead of its own."""
-    if rows or study not in GROUPS:
-        return dict.fromkeys(rows or sum(STUDIES[study].values(), ()), "")
-    return {row: group for group, of in GROUPS[study].items() for row in of}
+def without_blanks(table):
+    """The table without columns that have nothing below their head."""
+    columns = [column for column in zip(*table) if any(column[1:])]
+    return [list(row) for row in zip(*columns)]
 
-def rows_table(results, study, groups):
-    """A line a row of {row: its group}, then effects and correlations. Each model has
-    four columns; if there are several, three, without the slopes."""
-    models = [name for name in STUDIES[study] if (name, "bf16") in results.errors]
-    groups = {row: group for row, group in groups.items()
-              if any((name, row) in results.errors for name in models)}
-    against = any(map(is_row, groups.values()))
-    head, lines = ["row", "against" if against else ""], {}
-    for name in models:
-        count = 4 if len(models) == 1 else 3
-        head += [f"`{name}`: loss error, % (seeds)",
-                 f"minus {'that' if against else '`ufp4`'}, %",
-                 "noise of fprop, %", "slope of fprop"][:count]
-        for label, cells in columns_of(results, name, groups).items():
-            start = [f"`{label}`", groups[label]] if label in groups else [label, ""]
-            lines.setdefault(label, start).extend(cells[:count])
-    last, notes = LAST.get(study, ("", {}))
-    for label, cells in lines.items():
-        cells.append(notes.get(label, ""))
-    if set(DOSES) <= set(groups):
-        last = "beyond the line, %"
-        for row in (*DOSES, *GROUPS["dose"]["recipe"]):
-            if row in groups:
-                lines[row][-1] = beyond_line(results, models[0], row)
-    return table(results, [*head, last], lines.values())
+def rows_table(results, study):
+    """The rows of a study with one model."""
+    (model,), (head, last) = study.models, study.last
+    fprop, lines = results.fprop(model), []
+    for base, rows in study.groups.items():
+        for row in rows:
+            if (model, row) not in results.errors:
+                continue
+            slope, noise, _ = fprop.get(row, (None, None, None))
+            lines.append([
+                f"`{row}`", results.cell({(model, row): 1}),
+                f"`{base}`" if row != base else "",
+                results.effect(on(model, {row: 1, base: -1})) if row != base else "",
+                "" if noise is None else f"{100 * noise:.3f}",
+                "" if slope is None else f"{slope:.4f}",
+                beyond_line(results, model, row) if study.last is BEYOND
+                else last.get(row, "")])
+    return without_blanks([
+        ["row", f"`{model}`: loss error, % (seeds)", "against", "minus that, %",
+         "noise of fprop, %", "slope of fprop", head], *lines])
 
-def columns_of(results, model, groups):
-    """{row, effect or correlation: its cells} of a model: the loss error, how far it is
-    above another row's, noise and slope of fprop."""
-    found, fprop = {}, results.fprop(model)
-    for row, group in groups.items():
-        base = group if is_row(group) else "ufp4"
-        minus = on(model, {row: 1, base: -1}) if row != base else ""
-        if is_row(group) and minus:
-            minus = results.effect(minus)
-        found[row] = [{(model, row): 1}, minus, "", ""]
-        if row in fprop:
-            slope, noise, _ = fprop[row]
-            found[row][2:] = f"{100 * noise:.3f}", f"{slope:.4f}"
-    for name, effect in EFFECTS.items():
-        if set(effect) <= set(groups):
-            found[name] = ["", on(model, effect), "", ""]
-    for note, left_out in (("", ()), (" without powers of two", ("ufp4-mx", "mxfp4"))):
-        # Rows that round alike, as ufp4 and ufp4-int4 do, are one point
-        points = {fprop[row] for row in groups if row in fprop and row not in left_out}
-        cells = ["", ""]
-        if len(points) > 4 and set(left_out) <= set(groups):
-            slopes, noises, errors = zip(*points)
-            cells = [f"{statistics.correlation(values, errors):.2f}, over {len(points)}"
-                     for values in (noises, slopes)]
-        found[f"correlation with loss error{note}"] = ["", "", *cells]
-    return found
+def line_of_doses(results, model):
+    """The straight line of least squares through the doses of noise: a function that
+    returns what it gives at a noise, as weights. None if one of them has no result."""
+    fprop = results.fprop(model)
+    if not set(DOSES) <= set(fprop):
+        return None
+    noises = [fprop[dose][1] for dose in DOSES]
 
-DOSES = GROUPS["dose"]["dose of noise"]
+    def at(noise):
+        return {(model, dose): 1 / len(DOSES) + (noise - np.mean(noises)) * slope
+                for dose, slope in zip(DOSES, slopes(noises))}
+    return at
 
 def beyond_line(results, model, row):
-    """How far a row's loss error is above the straight line of least squares through
-    the doses of noise, as weights. Blank if one of these runs diverged."""
-    fprop = results.fprop(model)
-    if not {row, *DOSES} <= set(fprop):
+    """How far a row's loss error is above this line, as a cell. Rows that shrink on
+    purpose have none."""
+    line, fprop = line_of_doses(results, model), results.fprop(model)
+    if line is None or row not in fprop or "-slope-" in row:
         return ""
-    noises = [fprop[dose][1] for dose in DOSES]
-    off = fprop[row][1] - np.mean(noises)       # the line: mean error + off * slope
-    weights = dict(zip(DOSES, -1 / len(DOSES) - off * slopes(noises)))
-    weights[row] = weights.get(row, 0) + 1
-    return on(model, weights)
+    weights = {at: -weight for at, weight in line(fprop[row][1]).items()}
+    weights[model, row] = weights.get((model, row), 0) + 1
+    return results.cell(weights)
 
-def series_table(results, study):
-    """A line a model; then all dense sizes, or the growth for each doubling."""
-    what, sizes, rows, effects = SERIES[study]
-    sizes = {name: size for name, size in sizes.items()
-             if (name, "ufp4") in results.errors}
-    lines = []
-    for name, size in sizes.items():
-        loss, half = interval([r["loss"] for r in results.runs
-                               if (r["model"], r["row"]) == (name, "bf16")])
+def models_table(results, study):
+    """The models of a study. Of models that are called by numbers the last line says
+    how effects grow when these double."""
+    found = {name: size for name, size in study.models.items()
+             if (name, "bf16") in results.errors}
+    effects, lines = study.effects or {}, []
+    for name, size in found.items():
+        losses = [r["loss"] for r in results.runs
+                  if (r["model"], r["row"]) == (name, "bf16")]
+        loss, half = interval(losses)
         m = results.models[name]
         lines.append([str(size), f"{m['parameters'] / 1e6:.2f}",
                       f"{m['bytes'] / 1e6:.1f}",
                       f"{loss:.3f}" + (f" ± {half:.3f}" if half else ""),
-                      *({(name, row): 1} for row in rows),
-                      *(on(name, effect) for effect in effects.values()),
-                      text(results.reduction([name]), 0)])
-    blank = [""] * (3 + len(rows))
-    if study == "scaling":
-        dense = [name for name in sizes if "dense" in name]
-        lines.append(["dense, all sizes", *blank, "",
-                      text(results.reduction(dense), 0)])
-    elif len(sizes) > 1:
-        lines.append(["for each doubling", *blank,
-                      *(doubling(sizes, effect) for effect in effects.values()), ""])
-    return table(results, [what, "parameters, M", "text, MB", "loss of `bf16`",
-                           *(f"`{row}`, % (seeds)" for row in rows), *effects,
-                           "`ufp4` smaller by, %"], lines)
+                      *(results.cell({(name, row): 1}) for row in study.rows),
+                      *(results.cell(on(name, effect)) for effect in effects.values()),
+                      text(results.reduction(name), 0) if GAP in effects.values()
+                      else ""])
+    if len(found) > 1 and all(isinstance(size, int) for size in found.values()):
+        lines.append(["for each doubling", *[""] * (3 + len(study.rows)),
+                      *(results.cell(doubling(found, effect))
+                        for effect in effects.values()), ""])
+    return without_blanks([
+        [study.what, "parameters, M", "text, MB", "loss of `bf16`",
+         *(f"`{row}`, % (seeds)" for row in study.rows), *effects,
+         "`ufp4` smaller by, %"], *lines])
 
 def two_by_two_table(results, model):
     """The four loss errors, what the rotation and the uniform grid do to each, and how
@@ -786,65 +731,61 @@ def two_by_two_table(results, model):
         return results.effect(on(model, weights))
 
     both = effect({e1m2_rht: 1, e1m2: -1, e2m1_rht: -1, e2m1: 1}).split(":")[0]
-    return table(
-        results, ["loss error, % (seeds)", "RHT on wgrad alone",
-                  "RHT on all three GEMMs", "what the rotation does"],
-        [*([fmt.upper(), {(model, plain): 1}, {(model, rotated): 1},
-            effect({rotated: 1, plain: -1})]
-           for fmt, (plain, rotated) in TWO_BY_TWO.items()),
-         ["what the uniform grid does", effect({e1m2: 1, e2m1: -1}),
-          effect({e1m2_rht: 1, e2m1_rht: -1}), f"interaction: {both}"]])
+    return [["loss error, % (seeds)", "RHT on wgrad alone", "RHT on all three GEMMs",
+             "what the rotation does"],
+            *([fmt.upper(), results.cell({(model, plain): 1}),
+               results.cell({(model, rotated): 1}), effect({rotated: 1, plain: -1})]
+              for fmt, (plain, rotated) in TWO_BY_TWO.items()),
+            ["what the uniform grid does", effect({e1m2: 1, e2m1: -1}),
+             effect({e1m2_rht: 1, e2m1_rht: -1}), f"interaction: {both}"]]
 
 # ---- Figures of studies, and the front page's ----
 
 def draw_studies(results, folder, studies, rows=None):
-    """Figures of what was measured, into a folder."""
-    for study in studies:
-        for model in STUDIES[study]:
-            shown = results.fprop(model).keys() & groups_of(study, rows).keys()
-            if len(shown) > 1 and study not in SERIES:
-                figure(folder / f"{study}-{model}.png", (10, 4.5), draw_causes, results,
-                       model, groups_of(study, rows))
-            if study == "quick" and set(ALL["quick"]) <= shown:
-                figure(folder / "two-by-two.png", (5, 4.9), draw_two_by_two, results,
-                       model)
+    """Figures of studies with one model, into a folder."""
+    for name in studies:
+        (model, *others), shown = STUDIES[name].models, rows or STUDIES[name].rows
+        if not others:
+            figure(folder / f"{name}.png", (10, 4.5), draw_causes, results, model,
+                   shown)
+        if name == "quick" and set(shown) >= set(STUDIES[name].rows):
+            figure(folder / "two-by-two.png", (5, 4.9), draw_two_by_two, results,
+                   model)
 
 def draw_causes(fig, results, model, rows):
     """Loss error against the noise of fprop, and against what fprop shrinks its outputs
     by. Doses, which change only one of the two, are squares without a name. On the
-    right a recipe has the height, and so the name, that it has on the left."""
+    right a recipe has the height that it has on the left."""
     left, right = fig.subplots(1, 2, sharey=True)
-    fprop, points = results.fprop(model), {}
-    rows = [row for row in rows if row in fprop]
-    for row in sorted(rows, key=lambda row: fprop[row][2]):     # by loss error
-        points.setdefault(fprop[row], []).append(row)
-    for i, ((slope, noise, error), names) in enumerate(points.items()):
-        first = names[0]
-        _, half = results.contrast({(model, first): 1})
-        color, dose = color_of(first), "-noise-" in first or "-slope-" in first
+    fprop, line = results.fprop(model), line_of_doses(results, model)
+    named = 0
+    for row in sorted(fprop.keys() & set(rows), key=lambda row: fprop[row][2]):
+        slope, noise, error = fprop[row]
+        _, half = results.contrast({(model, row): 1})
+        color, dose = color_of(row), "-noise-" in row or "-slope-" in row
         for ax, x, other in ((left, noise, "-slope-"), (right, 1 - slope, "-noise-")):
-            if other in first:
+            if other in row:
                 continue
             at = 100 * x, 100 * error
             ax.errorbar(*at, yerr=100 * (half or 0), fmt="s" if dose else "o", lw=1,
                         color=color)
-            if ax is left and not dose:     # in turns left and right of the point
-                ax.annotate(", ".join(names), at, (7 if i % 2 else -7, 0), color=color,
-                            ha="left" if i % 2 else "right", va="center", size=10,
-                            textcoords="offset points")
+            if ax is left and not dose:     # a list at the right, from below
+                ax.annotate(row, at, (0.66, 0.04 + 0.06 * named), color=color, size=10,
+                            textcoords="axes fraction",
+                            arrowprops={"arrowstyle": "-", "color": color, "lw": 0.5})
+                named += 1
     title = f"{model}: what raises the loss?"
-    if set(DOSES) <= set(rows):         # their line
-        ends = DOSES[0], DOSES[-1]
-        beyond = [results.contrast(beyond_line(results, model, row))[0] for row in ends]
-        left.plot([100 * fprop[row][1] for row in ends],
-                  [100 * (fprop[row][2] - off) for row, off in zip(ends, beyond)], lw=1)
+    if line and set(DOSES) <= set(rows):
+        ends = [fprop[row][1] for row in (DOSES[0], DOSES[-1])]
+        left.plot([100 * noise for noise in ends],
+                  [100 * results.contrast(line(noise))[0] for noise in ends], lw=1)
         title += " Squares: doses of noise, of shrinkage"
     fig.suptitle(title)
     left.set(xlabel="noise of fprop: error power, % of the outputs'",
              ylabel="loss error above BF16, %")
     right.set(xlabel="what fprop shrinks its outputs by, %")
     for ax in (left, right):
-        ax.margins(0.25, 0.1)
+        ax.margins(0.1)
 
 def draw_hero(fig, results):
     """Left, how sixteen numbers round to each grid before and after the RHT. Right, the
@@ -965,9 +906,10 @@ def jobs_of(args):
     """The jobs of some studies. ValueError for a model or row that there is not."""
     jobs = {}
     for study in args.studies:
-        for name in args.models or STUDIES[study]:
-            rows = args.rows or ufp4.lookup("model", name, STUDIES[study])
-            before = [row.split("-late-")[0] for row in rows if "-late-" in row]
+        models, rows = STUDIES[study].models, args.rows or STUDIES[study].rows
+        before = [row.split("-late-")[0] for row in rows if "-late-" in row]
+        for name in args.models or models:
+            ufp4.lookup("model", name, dict.fromkeys(models))
             for row in ("bf16", *before, *rows):
                 ufp4.lookup("row", row, RECIPES | ROWS)
                 for seed in range(args.seeds or seeds_of(study, name)):
@@ -1012,10 +954,10 @@ def bench_study(args):
 
 def bench_readme(args):
     """Make the pages' tables and figures anew, without measuring."""
-    results = Results(read("runs"))
-    for name, study, model in (("loss-dense-0.3m.png", "loss", "dense-0.3m"),
-                               ("dose.png", "dose", "cause-0.3m")):
-        figure(RECORDS / name, (10, 4.5), draw_causes, results, model, ALL[study])
+    results, standards = Results(read("runs")), ("nvfp4", "mxfp4", "ufp4-mx")
+    rows = STUDIES["quick"].rows + standards + tuple(
+        row for row in STUDIES["dose"].rows if row not in CAUSES)
+    figure(RECORDS / "causes.png", (10, 4.5), draw_causes, results, "dense-0.3m", rows)
     figure(RECORDS / "sqnr.png", (10, 6), draw_sqnr, read("sqnr")["medians"])
     figure(RECORDS / "hero.png", (8.75, 4.9), draw_hero, results)
     fill_pages()
