@@ -143,27 +143,6 @@ def figure(path, size, draw, *given):
 # ---- Experiments: recipes beside those of ufp4.py ----
 
 @dataclass(eq=False)
-class Choosing(Quantizer):
-    """Each block takes the format, fmt or other, that has the smaller squared error.
-
-    The error is that of rounding to nearest. Under SR a choice by the error of the
-    random result would bias it."""
-    other: ufp4.Format = ufp4.E1M2
-
-    def __call__(self, x, rand=None):
-        if self.stochastic and rand is None:
-            rand = 1 - torch.rand_like(x, dtype=torch.float32)
-        x = Quantizer(None, signs=self.signs)(x)        # rotated, if there are signs
-        errors, results = [], []
-        for fmt in (self.fmt, self.other):
-            q = Quantizer(fmt, self.scale, self.block)
-            error = (q(x) - x).double().square().unflatten(-1, (-1, self.block))
-            errors.append(error.sum(-1, keepdim=True))
-            q.stochastic = self.stochastic
-            results.append(q(x, rand).unflatten(-1, (-1, self.block)))
-        return torch.where(errors[1] < errors[0], results[1], results[0]).flatten(-2)
-
-@dataclass(eq=False)
 class Sloped(Quantizer):
     """Rounds to nearest, and then rescales so that <Q(x), x> / <x, x> is `slope`.
 
@@ -211,10 +190,6 @@ def experiment(name, like, places=GEMMS, kind=Quantizer, **given):
     RECIPES[name] = Experiment(**copied | {"name": name}, places=places, kind=kind,
                                given=given)
 
-# A block's maximum goes to 6 or to 4, as in arXiv 2512.02010
-experiment("four-over-six", "e2m1", kind=Choosing, other=FORMATS["e2m1-max4"])
-# A block in E2M1 or in E1M2, as in arXiv 2605.31035
-experiment("mixfp4", "e2m1", kind=Choosing, other=ufp4.E1M2)
 # E2M1 that does not shrink, and E1M2 that shrinks as E2M1 does on Gaussian data
 experiment("e2m1-debiased", "e2m1-full-rht", kind=Sloped, slope=1.0)
 experiment("ufp4-shrunk", "ufp4", kind=Sloped, slope=0.996)
@@ -260,7 +235,7 @@ MODELS = {"nano": ["--model", "nano"],
           "dense-0.9m": sized("nano", 4, 128, 4, 352, 8491),
           "moe-0.3m": sized("nano-moe", 2, 96, 3, 64, 2675),
           "no-norms-0.3m": sized("no-norms", 2, 96, 3, 256, 2645),
-          "all-128": sized("nano", 2, 128, 4, 384, 800)}    # multiples of 128
+          "all-64": sized("nano", 2, 128, 4, 384, 800)}     # multiples of 64
 train.PRESETS["no-norms"] = train.NANO
 SCALING = {name: name for name in ("dense-0.1m", "dense-0.3m", "dense-0.9m",
                                    "moe-0.3m")}
@@ -287,7 +262,7 @@ ROWS = {"ufp4-rht-none": "--recipe ufp4 --rht none",
         "e2m1-rht-fprop-wgrad": "--recipe e2m1 --rht fprop,wgrad",
         "ufp4-rht-block-32": "--recipe ufp4 --rht-block 32",
         "ufp4-rht-block-64": "--recipe ufp4 --rht-block 64",
-        "ufp4-rht-block-128": "--recipe ufp4 --rht-block 128",
+        "ufp4-mx-e8m0": "--recipe ufp4-mx --scale e8m0",
         "e2m1-sr-none": "--recipe e2m1 --sr none",
         "e2m1-max-4": "--recipe e2m1 --fmt e2m1-max4"}
 
@@ -343,8 +318,8 @@ STUDIES = {
     "quick": Study(("nano",), {"ufp4": sum(TWO_BY_TWO.values(), ())}),
     "loss": Study(("dense-0.3m",), {
         "ufp4": ("ufp4", "ufp4-rht-wgrad", "e2m1", "e2m1-full-rht", "ufp4-e4m3",
-                 "nvfp4", "four-over-six", "mixfp4"),
-        "mxfp4": ("mxfp4", "ufp4-mx")}, last=BEYOND),
+                 "nvfp4"),
+        "mxfp4": ("mxfp4", "ufp4-mx", "ufp4-mx-e8m0")}, last=BEYOND),
     "scaling": Study(SCALING, {"ufp4": ("ufp4", "e2m1", "e2m1-full-rht", "nvfp4")},
                      {"`e2m1` minus `ufp4`, %": GAP}),
     "length": Study(LENGTHS, {"ufp4": ("ufp4", "e2m1")},
@@ -384,15 +359,14 @@ STUDIES = {
         last=("the paper", {
             "e2m1-rht-none": "hurts", "e2m1-rht-dgrad-wgrad": "hurts in the end",
             "e2m1-rht-fprop-wgrad": "hurts", "e2m1-full-rht": "hurts",
-            "e2m1-max-4": "hurts", "e2m1-sr-none": "hurts",
+            "e2m1-max-4": "not chosen", "e2m1-sr-none": "hurts",
             "e2m1-sr-dy-x-wgrad": "hurts a little",
-            "e2m1-sr-dy-w-dgrad": "hurts a little", "e2m1-tiles": "hurts",
+            "e2m1-sr-dy-w-dgrad": "hurts a little", "e2m1-tiles": "not chosen",
             "ufp4-rht-none": "+0.60",
             "ufp4-rht-wgrad": "+0.34", "ufp4-rht-dgrad-wgrad": "+0.44",
             "ufp4-rht-fprop-wgrad": "+0.25", "ufp4-sr-none": "+0.24"})),
-    "rht-block": Study(("all-128",), {
-        "ufp4": ("ufp4", "ufp4-rht-block-32", "ufp4-rht-block-64",
-                 "ufp4-rht-block-128")}),
+    "rht-block": Study(("all-64",), {
+        "ufp4": ("ufp4", "ufp4-rht-block-32", "ufp4-rht-block-64")}),
     "nano": Study(("nano",), {
         "ufp4": ("ufp4", "e2m1", "ufp4-rht-wgrad", "e2m1-full-rht", "ufp4-sr-none",
                  "ufp4-sr-x-dy", "ufp4-sr-x-w-dy", "ufp4-fprop-in-e2m1",
@@ -660,10 +634,12 @@ def rows_table(results, study):
             if (model, row) not in results.errors:
                 continue
             slope, noise, _ = fprop.get(row, (None, None, None))
+            minus = ""
+            if row != base:
+                minus = results.effect(on(model, {row: 1, base: -1}))
             lines.append([
                 f"`{row}`", results.cell({(model, row): 1}),
-                f"`{base}`" if row != base else "",
-                results.effect(on(model, {row: 1, base: -1})) if row != base else "",
+                f"`{base}`" if minus else "", minus,
                 "" if noise is None else f"{100 * noise:.3f}",
                 "" if slope is None else f"{slope:.4f}",
                 beyond_line(results, model, row) if study.last is BEYOND
