@@ -572,8 +572,7 @@ class Only(Recipe):
 @pytest.mark.parametrize("quantizer", [
     Quantizer(E2M1, ufp4.scale_e4m3, tiles=True, stochastic=True),
     Quantizer(E1M2, signs=random_signs(1, 2)), Quantizer(E1M2, stochastic=True),
-    Quantizer(FORMATS["e2m1-max2"]), ByRow(E1M2),
-    Quantizer(E1M2, scale_by_row)])
+    Quantizer(FORMATS["e2m1-max2"]), ByRow(E1M2), Quantizer(E1M2, scale_by_row)])
 def test_compiled_is_eager_bit_for_bit_for_all_signs(quantizer):
     """Of a large X, ties, subnormals and what is not finite included."""
     x = randn(256, 192) * 10 ** randn(256, 1, seed=1)
@@ -844,8 +843,7 @@ def test_kernels_routes():
 # of K, and the loop's first step is peeled off it
 @needs_kernels
 @pytest.mark.parametrize("call,instruction,count,spills", [
-    (("nvfp4", "sm_100"), "tcgen05.mma.cta_group::1.kind::mxf4nvf4", 8,
-     12),
+    (("nvfp4", "sm_100"), "tcgen05.mma.cta_group::1.kind::mxf4nvf4", 8, 12),
     (("mxfp4", "gfx950"), "v_mfma_scale_f32_32x32x64_f8f6f4", 8, 0),
     (("dY of a layer", "sm_90"), "", 0, 0)])
 def test_kernels_compile_for_gpus_that_are_not_here(call, instruction, count, spills):
@@ -1090,8 +1088,7 @@ def test_train_batches_are_random_windows_that_ranks_and_parts_share_out(
         rows.append(train.get_batch(shards, s, 3, part)[0])
     assert torch.equal(torch.cat(rows), x)
 
-def test_train_compiled_blocks_have_the_gradients_of_others(
-        settings, monkeypatch):
+def test_train_compiled_blocks_have_the_gradients_of_others(settings, monkeypatch):
     real, grads = torch.compile, []
     monkeypatch.setattr(torch, "compile", lambda f, **_: real(f, backend="aot_eager"))
     tokens = torch.randint(256, (4, 32))
@@ -1187,8 +1184,7 @@ def test_train_a_damaged_file_is_named(settings, tmp_path, capsys):
     assert "can't save a checkpoint: " in error and "delete it" not in error
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_train_a_signal_stops_one_run_and_not_the_next(
-        settings, monkeypatch, capsys, number):
+def test_train_a_signal_stops_one_run_and_not_the_next(settings, monkeypatch, number):
     real, before = train.learning_rate, signal.getsignal(number)
     s = settings("--recipe", "bf16")
     with monkeypatch.context() as m:
@@ -1635,7 +1631,6 @@ def test_bench_a_study_of_the_front_pages_experiment_end_to_end(
         line, = (line for line in said.splitlines() if line.startswith(f"`{row}`"))
         assert line.split()[1:3] == [f"{100 * error:.2f}", "(1)"] and abs(error) > 1e-4
     assert found["noisy"]["noise"] > found["ufp4"]["noise"]
-
     # A changed file is another recipe; else nothing is left to do
     mine.write_text(code.replace("0.04", "0.4"))
     bench.main(command)
@@ -1644,8 +1639,7 @@ def test_bench_a_study_of_the_front_pages_experiment_end_to_end(
               for path in bench.OUT.rglob("nano-noisy-*/result.json")]
     assert len(noises) == 2 and max(noises) > 10 * min(noises)
 
-def test_bench_a_job_that_fails_is_said_and_the_other_seeds_go_on(
-        elsewhere, monkeypatch):
+def test_bench_a_job_that_fails_is_said_and_other_seeds_go_on(elsewhere, monkeypatch):
     def command(job, file):
         end = "sys.exit(3)" if job.seed else "sys.exit('train.py: no space left')"
         if (job.row, job.seed) == ("bf16", 1):
