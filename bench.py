@@ -302,7 +302,7 @@ class Study:
     """Rows on models. The table of one model has a line a row, and the difference to
     the row that its group is called after. The table of several models has a line a
     model, and a column a row and effect."""
-    models: dict                    # or names: {model: how the table calls it}
+    models: dict                    # {model: how the table calls it}, or just models
     groups: dict                    # {row: the rows that are compared with it}
     effects: dict = None            # {name: {row: weight}}
     last: tuple = ("", {})          # the last column: its head, {row: cell}
@@ -380,7 +380,9 @@ STUDIES = {
 
 def seeds_of(study, model):
     """How many seeds, fixed before the runs."""
-    return 1 if study == "quick" else 4 if model == "dense-0.9m" else 5
+    if study == "quick":
+        return 1
+    return 4 if model == "dense-0.9m" else 5
 
 # ---- Jobs: a job is a process of train.py that leaves a result ----
 
