@@ -2,19 +2,19 @@
 
     python train.py --recipe bf16               # the baseline: nano, or small on a GPU
     python train.py --recipe ufp4               # the same in 4 bits
-    python train.py --resume out/nano-ufp4-s0   # goes on after Ctrl-C or a crash
+    python train.py --resume out/nano-ufp4-s0   # resumes after Ctrl-C or a crash
     python train.py --resume out/nano-ufp4-s0 --prompt "def "       # continues a text
     torchrun --nproc-per-node 8 train.py --recipe ufp4      # on 8 GPUs
 
 A run keeps log.jsonl and its last two checkpoints in a folder, --out. The log begins
-with all settings, so --resume needs only the folder. Other flags change the settings.
-If they change what is computed, the run is a branch and needs another folder:
+with all settings, so --resume needs only the folder. Flags beside --resume override the
+settings. If one changes what is computed, the run is a branch and needs another folder:
 
     python train.py --resume out/nano-bf16-s0/ckpt-0000700 --recipe ufp4 --out out/new
 
-A recipe (see ufp4.py) says how the linear layers of the blocks multiply. Embedding, LM
-head, router and norms are never quantized. The router works in float32, the rest under
-BF16 autocast where the hardware has BF16, elsewhere in float32 (--dtype).
+A recipe (see ufp4.py) says how the linear layers inside the transformer's blocks do
+their matrix products. Nothing else is quantized. The router works in float32, the rest
+under BF16 autocast where the hardware has BF16, elsewhere in float32 (--dtype).
 """
 import signal
 import sys
@@ -38,8 +38,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-# OpenMP's threads wait for each other in a loop. Beside another program this makes
-# steps many times slower. So let them sleep after some rounds. torch reads it on import
+# OpenMP's threads wait for each other in a busy loop. When another program is running,
+# that makes steps many times slower. So let them sleep after some rounds.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import numpy as np
@@ -58,7 +58,7 @@ from data.prepare import decode, encode, prepare, read_tokens, vocabulary
 # --- Processes -----------------------------------------------------------------------
 # Under torchrun several processes train one model. FSDP2 shards it: each keeps a part
 # of each weight, of its gradient and of its optimizer state. Before a block runs, FSDP2
-# gathers its weights, in float32, so that it quantizes what one process would.
+# gathers its weights in float32. So each quantizes the same weights as one process.
 # Each process computes its share of the batch. So N processes match one process with
 # --grad-accum N, except for random bits and the order of sums.
 
@@ -79,7 +79,7 @@ def say(text):
             print(text)
 
 def require(condition, message):
-    """ValueError for a mistake of the user. main() prints it as a sentence."""
+    """ValueError for a mistake of the user. main() prints the message alone."""
     if not condition:
         raise ValueError(message)
 
@@ -136,9 +136,9 @@ class ExpertLinear(nn.Module):
 
 class MoE(nn.Module):
     """Many small experts beside one for all tokens (arXiv 2401.06066). A token goes to
-    the k experts of its choice. None is dropped. The load is balanced without an
-    auxiliary loss (arXiv 2408.15664): when experts are chosen, each one's score gets a
-    bias."""
+    the k experts with the highest scores. No token is dropped. The load is balanced
+    without an auxiliary loss (arXiv 2408.15664): to choose experts, not to weight them,
+    a bias is added to each score."""
     def __init__(self, config, recipe):
         super().__init__()
         dim, hidden, experts = config.dim, config.hidden, config.experts
@@ -155,11 +155,12 @@ class MoE(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             scores = torch.sigmoid(self.router(flat.float()))       # (M, E), float32
         chosen = (scores + self.bias).topk(self.top_k).indices      # (M, k)
-        weights = scores.gather(-1, chosen)         # the weights of a token's experts
+        weights = scores.gather(-1, chosen)
         weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
-        expert, order = chosen.flatten().sort(stable=True)          # (M k), sorted
-        numbers = torch.arange(len(self.bias), device=x.device)     # 0, ..., E - 1
-        offsets = torch.searchsorted(expert, numbers, right=True).int()     # (E)
+        expert, order = chosen.flatten().sort(stable=True)          # (M k), ascending
+        # Rows of expert e end where the first row of a later expert would stand
+        ids = torch.arange(len(self.bias), device=x.device)         # 0, ..., E - 1
+        offsets = torch.searchsorted(expert, ids, right=True).int()         # (E)
         if self.training:
             self.load += torch.diff(offsets, prepend=offsets.new_zeros(1))
         copies = flat.repeat_interleave(self.top_k, 0)              # (M k, C)
@@ -171,7 +172,7 @@ class MoE(nn.Module):
 
     @torch.no_grad()
     def balance(self, rate=1e-2):
-        """Once a step: raise by `rate` the bias of experts with less than their share,
+        """Once a step: raise the bias of experts with less than their share by `rate`,
         lower the others'. Returns (largest load) / (mean load); 1 is balanced."""
         all_sum(self.load)
         mean, largest = self.load.mean(), self.load.max()
@@ -196,6 +197,7 @@ class GPT(nn.Module):
         super().__init__()
         self.use_bf16 = config.dtype == "bfloat16"
         layers, keep, bf16 = config.layers, config.keep_bf16, ufp4.RECIPES["bf16"]
+        # The last blocks are kept in BF16, or if `keep` is negative, the first ones
         kept = range(layers - keep, layers) if keep >= 0 else range(-keep)
         self.embed = nn.Embedding(vocab_size, config.dim)
         self.blocks = nn.ModuleList(
@@ -207,10 +209,11 @@ class GPT(nn.Module):
     def init_weights(self):
         """As GPT-2 does: Gaussian numbers, smaller in layers that write to the residual
         stream. The gains of norms are 1 already."""
+        small = 0.02 / math.sqrt(2 * len(self.blocks))
         for name, p in self.named_parameters():
             if p.dim() > 1:
                 writes = name.endswith(("proj.weight", "fc2.weight"))
-                p.normal_(std=0.02 / math.sqrt(2 * len(self.blocks) if writes else 1))
+                p.normal_(std=small if writes else 0.02)
 
     def forward(self, tokens, targets=None):
         """tokens, targets (B, T) -> logits (B, T, V), or with targets the mean loss."""
@@ -236,8 +239,8 @@ PRESETS = {
     "small-moe": dict(SMALL, hidden=352, experts=32, top_k=3)}
 
 RECIPE_FIELDS = ("fmt", "scale", "rht", "sr", "gemms", "rht_block")
-# A run may go on with other values of these, for that start. Most change no numbers;
-# device, compile and grad_accum change random bits and how sums are rounded
+# --resume takes other values of these, for that start of the run alone. Most change no
+# result. device, compile and grad_accum change random bits and how sums are rounded
 MAY_CHANGE = {"out", "resume", "prompt", "with_", "device", "compile", "grad_accum",
               "eval_interval", "save_interval", "log_interval", "sample"}
 
@@ -261,14 +264,14 @@ class Config:
     model: str = "small" if GPU else "nano"     # sizes and schedule, see PRESETS
     data: str = "python"            # python, shakespeare, fineweb or a text file
     out: str = None                 # the run's folder (default: out/MODEL-RECIPE-sSEED)
-    resume: str = None              # go on: a run's folder or checkpoint, else --out
-    prompt: str = None              # only continue this text, with a run of --resume
-    with_: str = None               # a Python file of yours that adds to ufp4.RECIPES
+    resume: str = None              # a run's folder or checkpoint (alone: of --out)
+    prompt: str = None              # don't train; --resume's run continues this text
+    with_: str = None               # your own Python file, which adds to ufp4.RECIPES
     seed: int = 0                   # of weights, batches, rotations and random bits
-    keep_bf16: int = 0              # blocks not quantized: N the last, -N the first
+    keep_bf16: int = 0              # blocks not quantized: the last N; -N: the first N
     device: str = "cuda" if GPU else "cpu"      # cpu, cuda, cuda:1, mps, ...
     dtype: str = None               # of products (default: bfloat16 if hardware has it)
-    compile: bool = False           # torch.compile blocks (experts need bfloat16)
+    compile: bool = False           # torch.compile blocks (experts: only in bfloat16)
     grad_accum: int = 1             # gradient accumulation steps
     min_lr: float = 0.1             # last learning rate, as a fraction of the peak
     weight_decay: float = 0.1       # of matrices, by AdamW
@@ -289,13 +292,13 @@ class Config:
     batch_size: int = None          # sequences in a step, of all processes together
     steps: int = None               # steps in all
     lr: float = None                # peak learning rate
-    warmup: int = None              # steps (default: the preset's, or --steps / 5)
+    warmup: int = None              # warm-up steps, in short runs at most --steps / 5
     # And the recipe these
-    fmt: str = None                 # format of the elements
-    scale: str = None               # format of the scales
-    rht: str = None                 # GEMMs that rotate, as fprop,dgrad,wgrad; or none
-    sr: str = None                  # operands rounded stochastically: x,w,dy; or none
-    gemms: str = None               # GEMMs that are quantized at all
+    fmt: str = None                 # format of the numbers: e2m1, e1m2 or int4
+    scale: str = None               # format of the scales: fp32, e4m3 or e8m0
+    rht: str = None                 # GEMMs with the RHT: of fprop,dgrad,wgrad, or none
+    sr: str = None                  # operands rounded stochastically: of x,w,dy or none
+    gemms: str = None               # GEMMs that are quantized: of fprop,dgrad,wgrad
     rht_block: int = None           # size of the Hadamard matrix
 
     def __post_init__(self):
@@ -322,7 +325,7 @@ class Config:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         try:
             torch.empty(1, device=self.device)
-        except (RuntimeError, AssertionError) as e:     # torch knows no such device
+        except (RuntimeError, AssertionError) as e:
             raise ValueError(f"--device {self.device}: {str(e).splitlines()[0]}") from e
         if self.dtype is None:
             self.dtype = "bfloat16" if hardware(self.device)[1] else "float32"
@@ -334,8 +337,9 @@ class Config:
             self.out += f"-s{self.seed}"
 
 def make_recipe(config):
-    """The recipe, with what flags change. Its random signs follow the seed."""
-    recipe, changes = ufp4.lookup("recipe", config.recipe, ufp4.RECIPES), {}
+    """The recipe, with what flags change. The RHT's signs follow the run's seed."""
+    recipe = ufp4.lookup("recipe", config.recipe, ufp4.RECIPES)
+    changes = {}
     for name in RECIPE_FIELDS:
         value = getattr(config, name)
         if name in ("rht", "sr", "gemms") and value is not None:
@@ -352,12 +356,12 @@ def load_data(config):
         prepare(config.data)            # one process downloads for all
     if WORLD > 1:
         dist.barrier()                  # the others wait
-    data = prepare(config.data)
+    data = prepare(config.data)         # finds what is there
     shards, val = [read_tokens(path) for path in data.train], read_tokens(data.val[0])
     for tokens in (*shards, val):
         require(len(tokens) > config.seq_len, f"{tokens.filename} has {len(tokens)} "
                 "tokens, too few for a sequence: take a smaller --seq-len")
-    # The version changes with the data: it has Python's version, or a text's checksum
+    # The folder is named after Python's version, or after a text's checksum
     return shards, val, f"{data.train[0].parent.name}-{len(shards)}"
 
 def windows(tokens, starts, config):
@@ -370,8 +374,9 @@ def windows(tokens, starts, config):
     return rows[:, :-1], rows[:, 1:]
 
 def get_batch(shards, config, step, part=0):
-    """Random windows: this process's share of a part (of --grad-accum parts) of a step.
-    Steps take shards in turn. Seed and step fix the windows, so a run can go on."""
+    """This process's share of a step's windows, which are random; with --grad-accum,
+    its share of a part of them. Steps take shards in turn. Seed and step fix the
+    windows, so a run can be resumed."""
     shard = shards[step % len(shards)]
     generator = np.random.default_rng((config.seed, step))
     starts = generator.integers(0, len(shard) - config.seq_len, size=config.batch_size)
@@ -385,7 +390,7 @@ def get_batch(shards, config, step, part=0):
 def validate(model, val, config):
     """-> {"val_loss": ..., "noise": ..., "slope": ...}. The loss is a mean over windows
     spaced evenly over the text. Noise and slope (see ufp4.noise) are means over the
-    quantized layers, for one batch. bf16 has none."""
+    quantized layers, of this process's first batch. bf16 has none."""
     starts = np.linspace(0, len(val) - config.seq_len - 1, config.eval_windows)
     starts = np.split(starts.astype(int), WORLD)[RANK]          # this process's share
     size = config.batch_size // (WORLD * config.grad_accum)     # windows at a time
@@ -396,11 +401,11 @@ def validate(model, val, config):
     for batch in tqdm(batches, "validating", leave=False, disable=RANK > 0):
         losses.append(model(*windows(val, batch, config)) * len(batch))
     loss = sum(all_sum(torch.stack(losses)).tolist()) / config.eval_windows
-    layers = ufp4.noise(model, windows(val, batches[0], config)[0]).values()
+    layers = ufp4.noise(model, windows(val, batches[0], config)[0])
     model.train()
     found = {"val_loss": loss}
     if layers:
-        found["noise"], found["slope"] = np.mean(list(layers), 0).tolist()
+        found["noise"], found["slope"] = np.mean([*layers.values()], 0).tolist()
     return found
 
 @torch.no_grad()
@@ -423,8 +428,8 @@ def checkpoints(folder):
     return sorted(path.parent for path in Path(folder).glob("ckpt-*/.metadata"))
 
 def read_log(path):
-    """-> [header, step, step, ...], dicts. Each start of a run logs a header; this is
-    the first. A step that was lost in a crash and made again counts once."""
+    """-> [header, step, step, ...], dicts. Each start of a run logs a header with its
+    settings; this is the first. A step that was redone after a crash counts once."""
     header, steps = None, {}
     for text in Path(path).read_text(errors="replace").splitlines():
         try:
@@ -439,8 +444,8 @@ def read_log(path):
     return [header, *(steps[n] for n in sorted(steps))]
 
 def claim(config, data_version):
-    """Lock the run's folder for this process. Returns the lock; it must be kept.
-    ValueError if the folder would hold two runs or a run with two kinds of settings."""
+    """Lock the run's folder for this process. Returns the lock, an open file.
+    ValueError if the folder holds another run, or if settings would change the run."""
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     lock = open(out / "lock", "w")
@@ -452,10 +457,10 @@ def claim(config, data_version):
     except (ImportError, OSError):      # Windows and some network disks have no locks
         pass
     saved = checkpoints(out)
-    goes_on = bool(saved) and str(saved[-1]) == config.resume   # else it is a branch
+    goes_on = bool(saved) and str(saved[-1]) == config.resume
     require(goes_on or not saved, f"{out} holds a run: --resume {out} goes on with it, "
             "--out with a new folder begins another")
-    if not saved:                       # a run that left nothing to go on from
+    if not saved:                       # a run that ended before its first checkpoint
         (out / "log.jsonl").unlink(missing_ok=True)
     if config.resume:
         before = read_log(Path(config.resume).parent / "log.jsonl")[0]
@@ -469,9 +474,9 @@ def claim(config, data_version):
     return lock
 
 def state_of(model, optimizer, step=0):
-    """What a checkpoint holds, as a dict. The tensors are those of model and optimizer
-    themselves, so load() fills these in place. AdamW would make its moments at its
-    first step only; get_state_dict makes them now."""
+    """What a checkpoint holds, as a dict. Its tensors are those of model and optimizer
+    themselves. So load() writes into these, and nothing has to be copied back. AdamW
+    would make its moments at its first step; get_state_dict makes them now."""
     weights, moments = get_state_dict(model, optimizer)
     return {"model": weights, "optimizer": moments, "step": step}
 
@@ -484,7 +489,8 @@ def save(config, step, model, optimizer):
             shutil.rmtree(path)
 
 def load(path, state):
-    """Read a checkpoint into the tensors of `state`. ValueError if that fails."""
+    """Read a checkpoint into the tensors of `state`, and set state["step"]. ValueError
+    if that fails."""
     try:
         dcp.load(state, checkpoint_id=path)
     except dcp.CheckpointException as e:
@@ -538,7 +544,7 @@ def build(config, recipe, vocab_size):
 def signals_caught():
     """Yields a list. Inside the `with`, Ctrl-C and SIGTERM only add to it."""
     caught, before = [], {}
-    if threading.current_thread() is threading.main_thread():   # others may not do this
+    if threading.current_thread() is threading.main_thread():   # only it may do this
         for number in (signal.SIGINT, signal.SIGTERM):
             before[number] = signal.signal(number, lambda *got: caught.append(got))
     try:
@@ -550,11 +556,11 @@ def signals_caught():
 def train(config):
     """Train from the start or from a checkpoint to the last step. Returns the last
     validation loss, or None if no step was left."""
-    # The model comes before a download, so that wrong sizes fail at once
     recipe, vocab_size = make_recipe(config), vocabulary(config.data)
+    # The model comes before a download, so that wrong sizes fail at once
     model, optimizer = build(config, recipe, vocab_size)
     shards, val, data_version = load_data(config)
-    lock = claim(config, data_version) if RANK == 0 else None   # until train() returns
+    lock = claim(config, data_version) if RANK == 0 else None   # kept while it is open
     start, val_loss = 0, None
     if config.resume:
         state = state_of(model, optimizer)
@@ -599,6 +605,7 @@ def train(config):
 
             done = step + 1
             last = done == config.steps
+            # A CPU tensor, so nothing waits for the GPU
             stops = all_sum(torch.tensor(len(signals))).item() > 0  # in any process
             saves = last or stops or done % config.save_interval == 0
             validates = last or done % config.eval_interval == 0
@@ -630,7 +637,7 @@ def train(config):
             if stops and not last:
                 raise KeyboardInterrupt(f"stopped after step {done} and saved; "
                                         f"--resume {config.out} goes on")
-            last_logged, clock = done, time.perf_counter()  # leaves out validating
+            last_logged, clock = done, time.perf_counter()  # not in the next speed
 
     say("to compare runs: python bench.py runs")
     if config.sample:
@@ -657,9 +664,8 @@ def parse_args(argv=()):
     require("resume" in typed or "prompt" not in typed,
             "--prompt needs a model: add --resume RUN")
     if "resume" in typed:
-        if not typed["resume"]:         # the folder that the other flags name
-            typed["resume"] = parse_args([a for a in argv if a != "--resume"]).out
-        path = Path(typed["resume"])
+        path = Path(typed["resume"]
+                    or configure(typed | {"resume": None, "prompt": None}).out)
         if checkpoints(path):                           # it is a run's folder
             path = checkpoints(path)[-1]
         require((path / ".metadata").exists(), f"--resume {path}: no such checkpoint")
@@ -671,16 +677,19 @@ def parse_args(argv=()):
         before["out"], typed["resume"] = str(path.parent), str(path)
     if "recipe" in typed:       # a new one, without the old run's --fmt, --rht, ...
         before |= dict.fromkeys(RECIPE_FIELDS)
-    # A flag wins over the settings of the run that goes on, and these over the preset
-    given = {**before, **typed}
-    preset = ufp4.lookup("model", given.get("model", Config.model), PRESETS)
-    settings = {**preset, **given}
-    if "warmup" not in given:
-        settings["warmup"] = min(preset["warmup"], settings["steps"] // 5)
-    if settings.get("with_"):
-        file = Path(settings["with_"])
+    given = before | typed      # a flag wins over the settings of the resumed run
+    if given.get("with_"):
+        file = Path(given["with_"])
         sys.path.insert(0, str(file.resolve().parent))
         importlib.import_module(file.stem)
+    return configure(given)
+
+def configure(given):
+    """A Config with some fields given. What they leave out is the preset's."""
+    preset = ufp4.lookup("model", given.get("model", Config.model), PRESETS)
+    settings = preset | given
+    if "warmup" not in given:
+        settings["warmup"] = min(preset["warmup"], settings["steps"] // 5)
     return Config(**settings)
 
 def continue_text(config):
