@@ -195,6 +195,12 @@ experiment("e2m1-debiased", "e2m1-full-rht", kind=Sloped, slope=1.0)
 experiment("ufp4-shrunk", "ufp4", kind=Sloped, slope=0.996)
 for gemm in GEMMS:
     experiment(f"ufp4-{gemm}-in-e2m1", "ufp4", (gemm,), fmt=ufp4.E2M1)
+# E2M1 up to 2, 3 or 4, where it is uniform or nearly so. Can that replace a uniform
+# format? (Section 4 of the paper, Q4)
+for top in (2, 3, 4):
+    fmt = ufp4.Format(f"e2m1-max{top}", tuple(v for v in ufp4.E2M1.levels if v <= top))
+    experiment(fmt.name, "e2m1-full-rht", fmt=fmt)
+experiment("e2m1-max4-rht-wgrad", "e2m1", fmt=fmt)
 # Doses: more noise in fprop; a smaller slope in fprop, or wherever rounding is to
 # nearest
 for times in (1.25, 1.5, 2, 3):
@@ -235,7 +241,7 @@ MODELS = {"nano": ["--model", "nano"],
           "dense-0.9m": sized("nano", 4, 128, 4, 352, 8491),
           "moe-0.3m": sized("nano-moe", 2, 96, 3, 64, 2675),
           "no-norms-0.3m": sized("no-norms", 2, 96, 3, 256, 2645),
-          "all-64": sized("nano", 2, 128, 4, 384, 800)}     # multiples of 64
+          "all-128": sized("nano", 2, 128, 4, 384, 800)}    # multiples of 128
 train.PRESETS["no-norms"] = train.NANO
 SCALING = {name: name for name in ("dense-0.1m", "dense-0.3m", "dense-0.9m",
                                    "moe-0.3m")}
@@ -262,10 +268,8 @@ ROWS = {"ufp4-rht-none": "--recipe ufp4 --rht none",
         "e2m1-rht-fprop-wgrad": "--recipe e2m1 --rht fprop,wgrad",
         "ufp4-rht-block-32": "--recipe ufp4 --rht-block 32",
         "ufp4-rht-block-64": "--recipe ufp4 --rht-block 64",
-        "ufp4-e4m3-up": "--recipe ufp4-e4m3 --scale e4m3_up",
-        "ufp4-mx-up": "--recipe ufp4-mx --scale e8m0_up",
-        "e2m1-sr-none": "--recipe e2m1 --sr none",
-        "e2m1-max-4": "--recipe e2m1 --fmt e2m1-max4"}
+        "ufp4-rht-block-128": "--recipe ufp4 --rht-block 128",
+        "e2m1-sr-none": "--recipe e2m1 --sr none"}
 
 # What might lower a recipe's loss error, and the share of the GEMMs' work in the blocks
 # that stays in 4 bits. A late change is made for the last sixth of the run
@@ -319,8 +323,8 @@ STUDIES = {
     "quick": Study(("nano",), {"ufp4": sum(TWO_BY_TWO.values(), ())}),
     "loss": Study(("dense-0.3m",), {
         "ufp4": ("ufp4", "ufp4-rht-wgrad", "e2m1", "e2m1-full-rht"),
-        "nvfp4": ("nvfp4", "ufp4-e4m3", "ufp4-e4m3-up"),
-        "mxfp4": ("mxfp4", "ufp4-mx", "ufp4-mx-up")}, last=BEYOND),
+        "nvfp4": ("nvfp4", "ufp4-e4m3"),
+        "mxfp4": ("mxfp4", "ufp4-mx")}, last=BEYOND),
     "scaling": Study(SCALING, {"ufp4": ("ufp4", "e2m1", "e2m1-full-rht", "nvfp4")},
                      {"`e2m1` minus `ufp4`, %": GAP}),
     "length": Study(LENGTHS, {"ufp4": ("ufp4", "e2m1")},
@@ -351,8 +355,9 @@ STUDIES = {
                     for slope in (0.98, 0.9)}),
     "ablate": Study(("dense-0.3m",), {
         "e2m1": ("e2m1", "e2m1-rht-none", "e2m1-rht-dgrad-wgrad",
-                 "e2m1-rht-fprop-wgrad", "e2m1-full-rht", "e2m1-max-4", "e2m1-sr-none",
-                 "e2m1-sr-dy-x-wgrad", "e2m1-sr-dy-w-dgrad", "e2m1-tiles"),
+                 "e2m1-rht-fprop-wgrad", "e2m1-full-rht", "e2m1-max4-rht-wgrad",
+                 "e2m1-sr-none", "e2m1-sr-dy-x-wgrad", "e2m1-sr-dy-w-dgrad",
+                 "e2m1-tiles"),
         "ufp4": ("ufp4", "ufp4-rht-none", "ufp4-rht-wgrad", "ufp4-rht-dgrad-wgrad",
                  "ufp4-rht-fprop-wgrad", "ufp4-no-signs",
                  "ufp4-sr-none", "ufp4-sr-dy-x-wgrad", "ufp4-sr-dy-w-dgrad")},
@@ -360,14 +365,15 @@ STUDIES = {
         last=("the paper", {
             "e2m1-rht-none": "hurts", "e2m1-rht-dgrad-wgrad": "hurts in the end",
             "e2m1-rht-fprop-wgrad": "hurts", "e2m1-full-rht": "hurts",
-            "e2m1-max-4": "not chosen", "e2m1-sr-none": "hurts",
+            "e2m1-max4-rht-wgrad": "not chosen", "e2m1-sr-none": "hurts",
             "e2m1-sr-dy-x-wgrad": "hurts a little",
             "e2m1-sr-dy-w-dgrad": "hurts a little", "e2m1-tiles": "not chosen",
             "ufp4-rht-none": "+0.60",
             "ufp4-rht-wgrad": "+0.34", "ufp4-rht-dgrad-wgrad": "+0.44",
             "ufp4-rht-fprop-wgrad": "+0.25", "ufp4-sr-none": "+0.24"})),
-    "rht-block": Study(("all-64",), {
-        "ufp4": ("ufp4", "ufp4-rht-block-32", "ufp4-rht-block-64")}),
+    "rht-block": Study(("all-128",), {
+        "ufp4": ("ufp4", "ufp4-rht-block-32", "ufp4-rht-block-64",
+                 "ufp4-rht-block-128")}),
     "nano": Study(("nano",), {
         "ufp4": ("ufp4", "e2m1", "ufp4-rht-wgrad", "e2m1-full-rht", "ufp4-sr-none",
                  "ufp4-sr-x-dy", "ufp4-sr-x-w-dy", "ufp4-fprop-in-e2m1",
@@ -979,9 +985,9 @@ def bench_bias(args):
     sizes = torch.rand((shape[0], 1), generator=g).exp2()
     cases = [("Gaussian, rows of many sizes", scale, x * sizes)
              for scale in ufp4.SCALES]
-    for name, v in (("Gaussian", x), ("SwiGLU-like", nn.functional.silu(gate) * up)):
-        cases += [(name, "fp32", v),
-                  (f"{name}, RHT", "fp32", ufp4.rotate(v, ufp4.random_signs(0)))]
+    v = nn.functional.silu(gate) * up
+    cases += [("SwiGLU-like", "fp32", v),
+              ("SwiGLU-like, RHT", "fp32", ufp4.rotate(v, ufp4.random_signs(0)))]
     head, closed = ["slope alpha ± two standard errors", "block scales"], []
     for f in GRIDS:
         head += [f"{f.upper()} {what}" for what in ("nearest", "SR", "SQNR, dB")]
