@@ -271,8 +271,8 @@ ROWS = {"ufp4-rht-none": "--recipe ufp4 --rht none",
         "ufp4-rht-block-128": "--recipe ufp4 --rht-block 128",
         "e2m1-sr-none": "--recipe e2m1 --sr none"}
 
-# What might lower a recipe's loss error, and the share of the GEMMs' work in the blocks
-# that stays in 4 bits. A late change is made for the last sixth of the run
+# What might lower a recipe's loss error, and what share of the GEMMs' work it leaves in
+# 4 bits, in a run that begins in 4 bits. A late change is made for the last sixth
 HELP = {"fprop-bf16": ("--gemms dgrad,wgrad", "2/3"),
         "late-fprop-bf16": ("--gemms dgrad,wgrad", "17/18"),
         "late-bf16": ("--recipe bf16", "5/6"),
@@ -381,7 +381,7 @@ STUDIES = {
                  "e2m1-max4")}),
     "help": Study(("dense-0.3m",), {
         recipe: (recipe, *(f"{recipe}-{what}" for what in HELP)) for recipe in HELPED},
-        last=("GEMM work in 4 bits", {f"{recipe}-{what}": share for recipe in HELPED
+        last=("work in 4 bits", {f"{recipe}-{what}": share for recipe in HELPED
                                       for what, (_, share) in HELP.items()}))}
 
 def seeds_of(study, model):
@@ -708,18 +708,23 @@ def models_table(results, study):
          "`ufp4` smaller by, %"], *lines])
 
 def two_by_two_table(results, model):
-    """The four loss errors, what the rotation and the uniform grid do to each, and how
-    far the effect of both together is from the sum of both alone."""
+    """The four loss errors and noises of fprop, what the rotation and the uniform grid
+    do to each, and how far the effect of both together is from the sum of both."""
     (e2m1, e2m1_rht), (e1m2, e1m2_rht) = TWO_BY_TWO.values()
+    fprop = results.fprop(model)
 
     def effect(weights):
         return results.effect(on(model, weights))
 
+    def cell(row):
+        noise = f"; {100 * fprop[row][1]:.2f}" if row in fprop else ""
+        return results.cell({(model, row): 1}) + noise
+
     both = effect({e1m2_rht: 1, e1m2: -1, e2m1_rht: -1, e2m1: 1}).split(":")[0]
-    return [["loss error, % (seeds)", "RHT on wgrad alone", "RHT on all three GEMMs",
-             "what the rotation does"],
-            *([fmt.upper(), results.cell({(model, plain): 1}),
-               results.cell({(model, rotated): 1}), effect({rotated: 1, plain: -1})]
+    return [["loss error, % (seeds); noise, %", "RHT on wgrad alone",
+             "RHT on all three GEMMs", "what the rotation does"],
+            *([fmt.upper(), cell(plain), cell(rotated),
+               effect({rotated: 1, plain: -1})]
               for fmt, (plain, rotated) in TWO_BY_TWO.items()),
             ["what the uniform grid does", effect({e1m2: 1, e2m1: -1}),
              effect({e1m2_rht: 1, e2m1_rht: -1}), f"interaction: {both}"]]
