@@ -72,7 +72,7 @@ def machine():
     cpu, has_bf16 = train.hardware("cpu")
     return {"cpu": cpu, "has_bf16": has_bf16, "cores": os.cpu_count(), "gpu": gpu,
             "torch": torch.__version__, "python": platform.python_version(),
-            "commit": train.commit()}
+            "commit": train.git_commit()}
 
 def save(path, results):
     """Write a dict as JSON, a line for each record."""

@@ -1123,7 +1123,7 @@ def test_train_a_branch_is_another_run_in_another_folder(settings, text, tmp_pat
     assert plain.resume == str(train.checkpoints(run)[-1])
     assert "holds a run" in refused("--resume", start)          # not the last
     assert "no such checkpoint" in refused("--resume", start[:-1] + "7")
-    assert "has made 6 steps" in refused(*flags("new", "--steps", "6"))
+    assert "is at step 6" in refused(*flags("new", "--steps", "6"))
     for changed in ["--dim", "64"], ["--layers", "1", "--keep-bf16", "0"], MOE:
         assert re.search("--layers 1: .* has 2|Size mismatch|Missing key",
                          refused(*flags("new", *changed)))
@@ -1250,6 +1250,7 @@ def tree(folder):
     ("--steps 0", "--steps must be above 0, not 0"),
     ("--keep-bf16 2", "--keep-bf16 leaves no block to quantize"),
     ("--device warp", "--device warp: "),
+    ("--experts 2 --top-k 1 --compile --dtype float32", "needs --dtype bfloat16"),
     ("--rht forward", "some of fprop, dgrad, wgrad, not ('forward',)"),
     ("--dim 40", "in_features = 40"),
     ("--data nothing.txt", "no data set or file is called 'nothing.txt'"),

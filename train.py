@@ -13,13 +13,14 @@ settings. If one changes what is computed, the run is a branch and needs another
     python train.py --resume out/nano-bf16-s0/ckpt-0000700 --recipe ufp4 --out out/new
 
 A recipe (see ufp4.py) says how the linear layers inside the transformer's blocks do
-their matrix products. Nothing else is quantized. The router works in float32, the rest
-under BF16 autocast where the hardware has BF16, elsewhere in float32 (--dtype).
+their matrix products. Nothing else is quantized, and under the recipe bf16 nothing at
+all. What is not quantized is in BF16 where the hardware has BF16, elsewhere in float32
+(--dtype). The router is always in float32.
 """
 import signal
 import sys
 
-if __name__ == "__main__":      # Ctrl-C while torch is imported
+if __name__ == "__main__":      # until training starts, Ctrl-C gives no traceback
     signal.signal(signal.SIGINT, lambda *_: sys.exit("train.py: interrupted"))
 
 import argparse
@@ -58,7 +59,7 @@ from data.prepare import decode, encode, prepare, read_tokens, vocabulary
 # --- Processes -----------------------------------------------------------------------
 # Under torchrun several processes train one model. FSDP2 shards it: each keeps a part
 # of each weight, of its gradient and of its optimizer state. Before a block runs, FSDP2
-# gathers its weights in float32. So each quantizes the same weights as one process.
+# gathers its whole weights in float32, so they are quantized as in a single process.
 # Each process computes its share of the batch. So N processes match one process with
 # --grad-accum N, except for random bits and the order of sums.
 
@@ -137,8 +138,8 @@ class ExpertLinear(nn.Module):
 class MoE(nn.Module):
     """Many small experts beside one for all tokens (arXiv 2401.06066). A token goes to
     the k experts with the highest scores. No token is dropped. The load is balanced
-    without an auxiliary loss (arXiv 2408.15664): to choose experts, not to weight them,
-    a bias is added to each score."""
+    without an auxiliary loss (arXiv 2408.15664): a bias is added to the scores when
+    experts are chosen, but not when their outputs are weighted."""
     def __init__(self, config, recipe):
         super().__init__()
         dim, hidden, experts = config.dim, config.hidden, config.experts
@@ -148,7 +149,8 @@ class MoE(nn.Module):
         self.fc2 = ExpertLinear(experts, hidden, dim, recipe)
         self.shared = SwiGLU(config, recipe)
         self.register_buffer("bias", torch.zeros(experts))
-        self.register_buffer("load", torch.zeros(experts))      # since last balance()
+        # Tokens of each expert since the last balance()
+        self.register_buffer("load", torch.zeros(experts))
 
     def forward(self, x):                                           # (B, T, C)
         flat = x.flatten(0, 1)                                      # (M, C)
@@ -158,7 +160,7 @@ class MoE(nn.Module):
         weights = scores.gather(-1, chosen)
         weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
         expert, order = chosen.flatten().sort(stable=True)          # (M k), ascending
-        # Rows of expert e end where the first row of a later expert would stand
+        # offsets[e] is how many rows belong to experts 0 to e: where those of e end
         ids = torch.arange(len(self.bias), device=x.device)         # 0, ..., E - 1
         offsets = torch.searchsorted(expert, ids, right=True).int()         # (E)
         if self.training:
@@ -172,8 +174,8 @@ class MoE(nn.Module):
 
     @torch.no_grad()
     def balance(self, rate=1e-2):
-        """Once a step: raise the bias of experts with less than their share by `rate`,
-        lower the others'. Returns (largest load) / (mean load); 1 is balanced."""
+        """Once a step: add `rate` to the bias of experts with less than the mean load,
+        take it from the others'. Returns (largest load) / (mean load)."""
         all_sum(self.load)
         mean, largest = self.load.mean(), self.load.max()
         self.bias += rate * torch.sign(mean - self.load)
@@ -239,8 +241,9 @@ PRESETS = {
     "small-moe": dict(SMALL, hidden=352, experts=32, top_k=3)}
 
 RECIPE_FIELDS = ("fmt", "scale", "rht", "sr", "gemms", "rht_block")
-# --resume takes other values of these, for that start of the run alone. Most change no
-# result. device, compile and grad_accum change random bits and how sums are rounded
+# --resume may change these without a branch, but does not keep them: the next --resume
+# begins with the first settings again. Only device, compile and grad_accum change
+# results: random bits, and how sums are rounded
 MAY_CHANGE = {"out", "resume", "prompt", "with_", "device", "compile", "grad_accum",
               "eval_interval", "save_interval", "log_interval", "sample"}
 
@@ -249,7 +252,7 @@ def flag(name):
     return "--" + name.strip("_").replace("_", "-")
 
 def hardware(device):
-    """-> (the name of the GPU or CPU, whether it has instructions for BF16)"""
+    """-> (the name of the GPU, or else of the CPU; whether it has BF16 instructions)"""
     if device.startswith("cuda"):
         return (torch.cuda.get_device_name(device),
                 torch.cuda.is_bf16_supported(including_emulation=False))
@@ -259,21 +262,22 @@ def hardware(device):
 
 @dataclass
 class Config:
-    """Each field is a flag: batch_size is --batch-size. Its comment is the help."""
+    """Each field is a flag: batch_size is --batch-size. The comment beside it is its
+    text in --help."""
     recipe: str = "ufp4"            # how layers multiply, see RECIPES in ufp4.py
     model: str = "small" if GPU else "nano"     # sizes and schedule, see PRESETS
     data: str = "python"            # python, shakespeare, fineweb or a text file
     out: str = None                 # the run's folder (default: out/MODEL-RECIPE-sSEED)
-    resume: str = None              # a run's folder or checkpoint (alone: of --out)
-    prompt: str = None              # don't train; --resume's run continues this text
+    resume: str = None              # a run's folder or checkpoint; without: --out's
+    prompt: str = None              # don't train: continue this text, by --resume's run
     with_: str = None               # your own Python file, which adds to ufp4.RECIPES
     seed: int = 0                   # of weights, batches, rotations and random bits
     keep_bf16: int = 0              # blocks not quantized: the last N; -N: the first N
     device: str = "cuda" if GPU else "cpu"      # cpu, cuda, cuda:1, mps, ...
     dtype: str = None               # of products (default: bfloat16 if hardware has it)
-    compile: bool = False           # torch.compile blocks (experts: only in bfloat16)
-    grad_accum: int = 1             # gradient accumulation steps
-    min_lr: float = 0.1             # last learning rate, as a fraction of the peak
+    compile: bool = False           # torch.compile blocks
+    grad_accum: int = 1             # parts of a step's batch, to save memory
+    min_lr: float = 0.1             # final learning rate, as a fraction of the peak
     weight_decay: float = 0.1       # of matrices, by AdamW
     clip: float = 1.0               # largest gradient norm; 0 does not clip
     eval_interval: int = 100        # steps between validations
@@ -289,10 +293,10 @@ class Config:
     experts: int = None             # experts in a block; 0 for a dense model
     top_k: int = None               # experts that each token takes
     seq_len: int = None             # tokens in a sequence
-    batch_size: int = None          # sequences in a step, of all processes together
+    batch_size: int = None          # sequences in a step, of all processes and parts
     steps: int = None               # steps in all
     lr: float = None                # peak learning rate
-    warmup: int = None              # warm-up steps, in short runs at most --steps / 5
+    warmup: int = None              # warm-up steps (default: at most --steps / 5)
     # And the recipe these
     fmt: str = None                 # format of the numbers: e2m1, e1m2 or int4
     scale: str = None               # format of the scales: fp32, e4m3 or e8m0
@@ -329,6 +333,8 @@ class Config:
             raise ValueError(f"--device {self.device}: {str(e).splitlines()[0]}") from e
         if self.dtype is None:
             self.dtype = "bfloat16" if hardware(self.device)[1] else "float32"
+        require(not (self.compile and self.experts) or self.dtype == "bfloat16",
+                "--compile of experts needs --dtype bfloat16")
         if self.out is None:
             self.out = f"out/{self.model}-{self.recipe}"
             for name in ("keep_bf16", *RECIPE_FIELDS):
@@ -337,7 +343,8 @@ class Config:
             self.out += f"-s{self.seed}"
 
 def make_recipe(config):
-    """The recipe, with what flags change. The RHT's signs follow the run's seed."""
+    """The recipe, with what flags change. The random signs of the RHT follow the run's
+    seed."""
     recipe = ufp4.lookup("recipe", config.recipe, ufp4.RECIPES)
     changes = {}
     for name in RECIPE_FIELDS:
@@ -361,7 +368,7 @@ def load_data(config):
     for tokens in (*shards, val):
         require(len(tokens) > config.seq_len, f"{tokens.filename} has {len(tokens)} "
                 "tokens, too few for a sequence: take a smaller --seq-len")
-    # The folder is named after Python's version, or after a text's checksum
+    # The data's folder is named after Python's version, or after a text's checksum
     return shards, val, f"{data.train[0].parent.name}-{len(shards)}"
 
 def windows(tokens, starts, config):
@@ -388,9 +395,10 @@ def get_batch(shards, config, step, part=0):
 
 @torch.no_grad()
 def validate(model, val, config):
-    """-> {"val_loss": ..., "noise": ..., "slope": ...}. The loss is a mean over windows
-    spaced evenly over the text. Noise and slope (see ufp4.noise) are means over the
-    quantized layers, of this process's first batch. bf16 has none."""
+    """-> {"val_loss": ..., "noise": ..., "slope": ...}, quantized as in training. The
+    loss is a mean over windows spaced evenly over the text. Noise and slope (below 1 is
+    shrinkage; see ufp4.noise) are means over the quantized layers, for this process's
+    first batch. bf16 has none."""
     starts = np.linspace(0, len(val) - config.seq_len - 1, config.eval_windows)
     starts = np.split(starts.astype(int), WORLD)[RANK]          # this process's share
     size = config.batch_size // (WORLD * config.grad_accum)     # windows at a time
@@ -410,7 +418,8 @@ def validate(model, val, config):
 
 @torch.no_grad()
 def sample(model, prompt, config, vocab_size):
-    """prompt, a list of tokens, and --sample tokens that continue it, as text."""
+    """Continue the prompt, a list of tokens, by --sample tokens. Returns both as
+    text."""
     model.eval()
     torch.manual_seed(config.seed)                      # all processes draw the same
     tokens = torch.tensor([prompt], device=config.device)               # (1, T)
@@ -456,11 +465,13 @@ def claim(config, data_version):
         raise ValueError(f"another process trains in {out}; take another --out")
     except (ImportError, OSError):      # Windows and some network disks have no locks
         pass
+    # A new run and a branch need a folder without checkpoints. A run goes on from the
+    # newest checkpoint of its own folder
     saved = checkpoints(out)
     goes_on = bool(saved) and str(saved[-1]) == config.resume
     require(goes_on or not saved, f"{out} holds a run: --resume {out} goes on with it, "
             "--out with a new folder begins another")
-    if not saved:                       # a run that ended before its first checkpoint
+    if not saved:       # delete the log of a run that ended before a checkpoint
         (out / "log.jsonl").unlink(missing_ok=True)
     if config.resume:
         before = read_log(Path(config.resume).parent / "log.jsonl")[0]
@@ -475,8 +486,8 @@ def claim(config, data_version):
 
 def state_of(model, optimizer, step=0):
     """What a checkpoint holds, as a dict. Its tensors are those of model and optimizer
-    themselves. So load() writes into these, and nothing has to be copied back. AdamW
-    would make its moments at its first step; get_state_dict makes them now."""
+    themselves, so loading fills them, and nothing is copied back. (get_state_dict also
+    makes AdamW's moments, which else come with its first step.)"""
     weights, moments = get_state_dict(model, optimizer)
     return {"model": weights, "optimizer": moments, "step": step}
 
@@ -504,7 +515,7 @@ def log(config, record):
         with open(Path(config.out) / "log.jsonl", "a") as file:
             file.write(json.dumps(record) + "\n")
 
-def commit():
+def git_commit():
     """The commit of this code, "-dirty" if it was changed; None if git can't say."""
     command = "git describe --always --dirty --abbrev=40 --exclude=*"   # no tag
     done = subprocess.run(command, shell=True, cwd=Path(__file__).parent,
@@ -544,7 +555,8 @@ def build(config, recipe, vocab_size):
 def signals_caught():
     """Yields a list. Inside the `with`, Ctrl-C and SIGTERM only add to it."""
     caught, before = [], {}
-    if threading.current_thread() is threading.main_thread():   # only it may do this
+    # Python allows signal handlers in the main thread alone
+    if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
             before[number] = signal.signal(number, lambda *got: caught.append(got))
     try:
@@ -560,17 +572,18 @@ def train(config):
     # The model comes before a download, so that wrong sizes fail at once
     model, optimizer = build(config, recipe, vocab_size)
     shards, val, data_version = load_data(config)
-    lock = claim(config, data_version) if RANK == 0 else None   # kept while it is open
+    lock = claim(config, data_version) if RANK == 0 else None   # lasts while it is open
     start, val_loss = 0, None
     if config.resume:
         state = state_of(model, optimizer)
         load(config.resume, state)
         start = state["step"]
+        # A finished run may be resumed, and only prints a sample
         require(start < config.steps or Path(config.resume).parent == Path(config.out),
-                f"{config.resume} has made {start} steps: a branch needs more --steps")
+                f"{config.resume} is at step {start}: a branch needs more --steps")
     name = hardware(config.device)[0]
     log(config, {"settings": vars(config), "data_version": data_version,
-                 "start": start, "commit": commit(), "processes": WORLD,
+                 "start": start, "commit": git_commit(), "processes": WORLD,
                  "torch": torch.__version__, "hardware": name})
     parameters = sum(p.numel() for p in model.parameters())
     say(f"{config.model}, {parameters / 1e6:.2f}M parameters, recipe {config.recipe}, "
@@ -597,36 +610,37 @@ def train(config):
                 part_loss.backward()        # FSDP averages over processes here
                 loss += part_loss.detach()
             norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip or math.inf)
-            norm = norm.full_tensor() if WORLD > 1 else norm
+            norm = norm.full_tensor() if WORLD > 1 else norm        # FSDP's is sharded
             optimizer.step()
             optimizer.zero_grad()
-            loads = [moe.balance() for moe in moes]
+            imbalance = [moe.balance() for moe in moes]
             bar.update()
 
             done = step + 1
             last = done == config.steps
-            # A CPU tensor, so nothing waits for the GPU
+            # A CPU tensor, summed by gloo, so that nothing waits for the GPU
             stops = all_sum(torch.tensor(len(signals))).item() > 0  # in any process
             saves = last or stops or done % config.save_interval == 0
             validates = last or done % config.eval_interval == 0
             if not (saves or validates or done % config.log_interval == 0):
                 continue
-            # Only now wait for the device. The loss is the mean over the processes. The
-            # other numbers are the same in all of them
-            numbers = all_sum(torch.stack((loss, norm, *loads))) / WORLD
-            loss, norm, *loads = numbers.tolist()
+            # Only now wait for the device. The mean over the processes changes the loss
+            # alone: the other numbers are the same in all of them
+            numbers = all_sum(torch.stack((loss, norm, *imbalance))) / WORLD
+            loss, norm, *imbalance = numbers.tolist()
             seconds = time.perf_counter() - clock
             speed = (done - last_logged) * config.batch_size * config.seq_len / seconds
             bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s")
             record = {"step": done, "train_loss": loss, "lr": lr, "grad_norm": norm,
                       "tokens_per_s": round(speed)}
             if moes:
-                record["max_load"] = max(loads)
+                record["max_load"] = max(imbalance)
             if validates:
                 record |= validate(model, val, config)
                 val_loss = record["val_loss"]
                 say(f"step {done}: train_loss {loss:.4f}, val_loss {val_loss:.4f}")
-            # A loss that is not finite spoils the weights, and so all later losses
+            # It is enough to look here: a loss that is not finite spoils all later
+            # ones, and nothing is saved before this check
             if not math.isfinite(loss + norm + record.get("val_loss", 0)):
                 raise FloatingPointError(
                     f"not finite: {record}; --resume would repeat this, so start "
@@ -637,7 +651,8 @@ def train(config):
             if stops and not last:
                 raise KeyboardInterrupt(f"stopped after step {done} and saved; "
                                         f"--resume {config.out} goes on")
-            last_logged, clock = done, time.perf_counter()  # not in the next speed
+            # Validating and saving do not count in the next tokens/s
+            last_logged, clock = done, time.perf_counter()
 
     say("to compare runs: python bench.py runs")
     if config.sample:
@@ -675,7 +690,7 @@ def parse_args(argv=()):
             require(name not in typed or typed[name] == before[name],
                     f"{flag(name)} {typed.get(name)}: {path} has {before[name]}")
         before["out"], typed["resume"] = str(path.parent), str(path)
-    if "recipe" in typed:       # a new one, without the old run's --fmt, --rht, ...
+    if "recipe" in typed:       # a new recipe drops the old run's --fmt, --rht, ...
         before |= dict.fromkeys(RECIPE_FIELDS)
     given = before | typed      # a flag wins over the settings of the resumed run
     if given.get("with_"):
@@ -693,7 +708,7 @@ def configure(given):
     return Config(**settings)
 
 def continue_text(config):
-    """--prompt: print the text and what a checkpoint's model makes of it."""
+    """--prompt: print the text and the model's continuation."""
     vocab_size = vocabulary(config.data)
     config.compile = False              # would take longer than the text
     model, _ = build(config, make_recipe(config), vocab_size)
@@ -725,7 +740,7 @@ def main(argv=()):
         if WORLD > 1:
             dist.destroy_process_group()
     except FloatingPointError as e:
-        stop(e, 3)                          # bench.py tells it from other errors
+        stop(e, 3)                          # by this code bench.py knows it
     except dcp.CheckpointException as e:
         error, _ = next(iter(e.failures.values()))
         stop(f"can't save a checkpoint: {error!r}; --resume {config.out} goes on from "
@@ -734,6 +749,6 @@ def main(argv=()):
         stop(str(e) or "interrupted")
 
 if __name__ == "__main__":
-    # So that `import train` in a file of --with finds this module
+    # A file of --with may `import train`: it gets this module, not a second copy
     sys.modules["train"] = sys.modules["__main__"]
     main(sys.argv[1:])
