@@ -191,7 +191,8 @@ def experiment(name, like, places=GEMMS, kind=Quantizer, **given):
                                given=given)
 
 # E2M1 that does not shrink, and E1M2 that shrinks as E2M1 does on Gaussian data
-experiment("e2m1-debiased", "e2m1-full-rht", kind=Sloped, slope=1.0)
+for like in ("e2m1", "e2m1-full-rht"):
+    experiment(f"{like}-debiased", like, kind=Sloped, slope=1.0)
 experiment("ufp4-shrunk", "ufp4", kind=Sloped, slope=0.996)
 for gemm in GEMMS:
     experiment(f"ufp4-{gemm}-in-e2m1", "ufp4", (gemm,), fmt=ufp4.E2M1)
@@ -297,9 +298,11 @@ def color_of(row):
 # {format: its row with the RHT on wgrad alone, and with the RHT on all three GEMMs}
 TWO_BY_TWO = {"e2m1": ("e2m1", "e2m1-full-rht"), "e1m2": ("ufp4-rht-wgrad", "ufp4")}
 # With the RHT on all three GEMMs: E2M1, which shrinks or does not, and E1M2
-CAUSES = ("e2m1-full-rht", "e2m1-debiased", "ufp4-shrunk", "ufp4")
+CAUSES = ("e2m1-full-rht", "e2m1-full-rht-debiased", "ufp4-shrunk", "ufp4")
 DOSES = ("ufp4", "ufp4-noise-1.25", "ufp4-noise-1.5", "ufp4-noise-2", "ufp4-noise-3")
 GAP = {"e2m1": 1, "ufp4": -1}
+# By how much more the rotation changes the loss on E1M2 than on E2M1
+INTERACTION = {"ufp4": 1, "ufp4-rht-wgrad": -1, "e2m1-full-rht": -1, "e2m1": 1}
 
 @dataclass
 class Study:
@@ -325,8 +328,9 @@ STUDIES = {
         "ufp4": ("ufp4", "ufp4-rht-wgrad", "e2m1", "e2m1-full-rht"),
         "nvfp4": ("nvfp4", "ufp4-e4m3"),
         "mxfp4": ("mxfp4", "ufp4-mx")}, last=BEYOND),
-    "scaling": Study(SCALING, {"ufp4": ("ufp4", "e2m1", "e2m1-full-rht", "nvfp4")},
-                     {"`e2m1` minus `ufp4`, %": GAP}),
+    "scaling": Study(SCALING, {
+        "ufp4": ("ufp4", "ufp4-rht-wgrad", "e2m1", "e2m1-full-rht", "nvfp4")},
+        {"`e2m1` minus `ufp4`, %": GAP, "interaction, %": INTERACTION}),
     "length": Study(LENGTHS, {"ufp4": ("ufp4", "e2m1")},
                     {"`e2m1` minus `ufp4`, %": GAP}, what="bytes per parameter"),
     # Written down before the runs: if shrinkage compounds over layers, its effect grows
@@ -346,7 +350,8 @@ STUDIES = {
         "ufp4": (*DOSES, "ufp4-slope-0.996", "ufp4-slope-0.98", "ufp4-slope-0.95",
                  "ufp4-slope-0.9", "ufp4-shrunk", "ufp4-slope-0.98-all",
                  "ufp4-slope-0.9-all"),
-        "e2m1-full-rht": ("e2m1-full-rht", "e2m1-debiased")}, last=BEYOND),
+        "e2m1": ("e2m1", "e2m1-debiased"),
+        "e2m1-full-rht": ("e2m1-full-rht", "e2m1-full-rht-debiased")}, last=BEYOND),
     # If it is norms that undo shrinkage, the same slopes cost more without them.
     "norms": Study({"dense-0.3m": "with norms", "no-norms-0.3m": "without norms"},
                    {"ufp4": ("ufp4", "ufp4-slope-0.98", "ufp4-slope-0.9")},
@@ -720,7 +725,7 @@ def two_by_two_table(results, model):
         noise = f"; {100 * fprop[row][1]:.2f}" if row in fprop else ""
         return results.cell({(model, row): 1}) + noise
 
-    both = effect({e1m2_rht: 1, e1m2: -1, e2m1_rht: -1, e2m1: 1}).split(":")[0]
+    both = effect(INTERACTION).split(":")[0]
     return [["loss error, % (seeds); noise, %", "RHT on wgrad alone",
              "RHT on all three GEMMs", "what the rotation does"],
             *([fmt.upper(), cell(plain), cell(rotated),
@@ -945,7 +950,8 @@ def bench_study(args):
 def bench_readme(args):
     """Make the pages' tables and figures anew, without measuring."""
     results, doses = Results(read("runs")), STUDIES["dose"].rows
-    rows = {*doses, *STUDIES["loss"].rows} - {"e2m1-debiased", "ufp4-shrunk"}
+    rows = {row for row in {*doses, *STUDIES["loss"].rows}
+            if not row.endswith(("debiased", "shrunk"))}
     figure(RECORDS / "causes.png", (10, 4.5), draw_causes, results, "dense-0.3m", rows)
     figure(RECORDS / "sqnr.png", (10, 6), draw_sqnr, read("sqnr")["medians"])
     figure(RECORDS / "hero.png", (8.75, 4.9), draw_hero, results)
