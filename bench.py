@@ -599,7 +599,7 @@ class Results:
         said = "hurts" if mean > 0 else "helps"
         if half is None or abs(mean) <= half:
             said = "not settled"
-        return f"{'+' * (mean > 0)}{text((mean, half))}: {said}"
+        return f"{'+' * (round(mean, 4) > 0)}{text((mean, half))}: {said}"
 
     def reduction(self, model):
         """By what part of itself e2m1's loss error is smaller with ufp4."""
