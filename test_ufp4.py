@@ -983,7 +983,8 @@ def test_train_overrides_reach_the_recipe_and_the_blocks(settings):
             assert names == {name}
 
 def test_train_learning_rate_warms_up_and_decays(settings):
-    s = settings("--steps", "100", "--warmup", "10", "--lr", "1", "--min-lr", "0.2")
+    s = settings("--steps", "100", "--warmup", "10", "--lr", "1", "--final-lr-frac",
+                 "0.2")
     lrs = [train.learning_rate(i, s) for i in range(100)]
     assert lrs[0] == 0.1 and lrs[9] == lrs[10] == 1.0 and lrs[-1] == pytest.approx(0.2)
     assert all(a > b for a, b in zip(lrs[10:], lrs[11:]))

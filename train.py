@@ -6,16 +6,17 @@
     python train.py --resume out/nano-ufp4-s0 --prompt "def "       # continues a text
     torchrun --nproc-per-node 8 train.py --recipe ufp4      # on 8 GPUs
 
-A run keeps log.jsonl and its last two checkpoints in a folder, --out. The log begins
-with all settings, so --resume needs only the folder. Flags beside --resume override the
-settings. If one changes what is computed, the run is a branch and needs another folder:
+A run keeps log.jsonl and its last two checkpoints in a folder, --out (on a GPU, small
+in place of nano). The log begins with all settings, so --resume needs only the folder.
+Flags beside --resume override the settings. If one changes what is computed, the run is
+a branch and needs another folder:
 
     python train.py --resume out/nano-bf16-s0/ckpt-0000700 --recipe ufp4 --out out/new
 
 A recipe (see ufp4.py) says how the linear layers inside the transformer's blocks do
 their matrix products. Nothing else is quantized, and under the recipe bf16 nothing at
-all. What is not quantized is in BF16 where the hardware has BF16, elsewhere in float32
-(--dtype). The router is always in float32.
+all. Other products are in BF16 where the hardware has BF16, elsewhere in float32
+(--dtype). Weights, optimizer, residual stream, loss and router are always in float32.
 """
 import signal
 import sys
@@ -60,8 +61,8 @@ from data.prepare import decode, encode, prepare, read_tokens, vocabulary
 # Under torchrun several processes train one model. FSDP2 shards it: each keeps a part
 # of each weight, of its gradient and of its optimizer state. Before a block runs, FSDP2
 # gathers its whole weights in float32, so they are quantized as in a single process.
-# Each process computes its share of the batch. So N processes match one process with
-# --grad-accum N, except for random bits and the order of sums.
+# Each process computes, and quantizes, its share of the batch. So N processes match one
+# process with --grad-accum N, except for random bits and the order of sums.
 
 GPU = torch.cuda.is_available()
 RANK = int(os.environ.get("RANK", 0))           # this process's number, from torchrun
@@ -168,6 +169,7 @@ class MoE(nn.Module):
         copies = flat.repeat_interleave(self.top_k, 0)              # (M k, C)
         gate, up = self.fc1(copies[order], offsets).chunk(2, -1)
         out = self.fc2(F.silu(gate) * up, offsets)                  # (M k, C)
+        # Back to the order of tokens
         out = out[order.argsort()].unflatten(0, weights.shape)      # (M, k, C)
         out = (out * weights.unsqueeze(-1)).sum(1)                  # (M, C)
         return self.shared(x) + out.view(x.shape)
@@ -175,7 +177,7 @@ class MoE(nn.Module):
     @torch.no_grad()
     def balance(self, rate=1e-2):
         """Once a step: add `rate` to the bias of experts with less than the mean load,
-        take it from the others'. Returns (largest load) / (mean load)."""
+        subtract it where it is more. Returns (largest load) / (mean load)."""
         all_sum(self.load)
         mean, largest = self.load.mean(), self.load.max()
         self.bias += rate * torch.sign(mean - self.load)
@@ -241,9 +243,9 @@ PRESETS = {
     "small-moe": dict(SMALL, hidden=352, experts=32, top_k=3)}
 
 RECIPE_FIELDS = ("fmt", "scale", "rht", "sr", "gemms", "rht_block")
-# --resume may change these without a branch, but does not keep them: the next --resume
-# begins with the first settings again. Only device, compile and grad_accum change
-# results: random bits, and how sums are rounded
+# --resume may change these without a branch, for that start alone: the next --resume
+# begins with the first settings again. Of these, device, compile and grad_accum change
+# results, by random bits and how sums are rounded
 MAY_CHANGE = {"out", "resume", "prompt", "with_", "device", "compile", "grad_accum",
               "eval_interval", "save_interval", "log_interval", "sample"}
 
@@ -268,8 +270,8 @@ class Config:
     model: str = "small" if GPU else "nano"     # sizes and schedule, see PRESETS
     data: str = "python"            # python, shakespeare, fineweb or a text file
     out: str = None                 # the run's folder (default: out/MODEL-RECIPE-sSEED)
-    resume: str = None              # a run's folder or checkpoint; without: --out's
-    prompt: str = None              # don't train: continue this text, by --resume's run
+    resume: str = None              # a run's folder or checkpoint; if none, --out
+    prompt: str = None              # don't train: let --resume's run continue this text
     with_: str = None               # your own Python file, which adds to ufp4.RECIPES
     seed: int = 0                   # of weights, batches, rotations and random bits
     keep_bf16: int = 0              # blocks not quantized: the last N; -N: the first N
@@ -277,7 +279,7 @@ class Config:
     dtype: str = None               # of products (default: bfloat16 if hardware has it)
     compile: bool = False           # torch.compile blocks
     grad_accum: int = 1             # parts of a step's batch, to save memory
-    min_lr: float = 0.1             # final learning rate, as a fraction of the peak
+    final_lr_frac: float = 0.1      # final learning rate, as a fraction of the peak
     weight_decay: float = 0.1       # of matrices, by AdamW
     clip: float = 1.0               # largest gradient norm; 0 does not clip
     eval_interval: int = 100        # steps between validations
@@ -296,14 +298,14 @@ class Config:
     batch_size: int = None          # sequences in a step, of all processes and parts
     steps: int = None               # steps in all
     lr: float = None                # peak learning rate
-    warmup: int = None              # warm-up steps (default: at most --steps / 5)
+    warmup: int = None              # of steps (default: the preset's, or --steps / 5)
     # And the recipe these
     fmt: str = None                 # format of the numbers: e2m1, e1m2 or int4
     scale: str = None               # format of the scales: fp32, e4m3 or e8m0
-    rht: str = None                 # GEMMs with the RHT: of fprop,dgrad,wgrad, or none
-    sr: str = None                  # operands rounded stochastically: of x,w,dy or none
-    gemms: str = None               # GEMMs that are quantized: of fprop,dgrad,wgrad
-    rht_block: int = None           # size of the Hadamard matrix
+    rht: str = None                 # GEMMs with the RHT, such as dgrad,wgrad; or none
+    sr: str = None                  # operands rounded stochastically, as x,dy; or none
+    gemms: str = None               # GEMMs that are quantized, such as dgrad,wgrad
+    rht_block: int = None           # size of the Hadamard matrix: 16, 32, 64, ...
 
     def __post_init__(self):
         """Check, and fill in what the hardware decides and the folder's name."""
@@ -333,8 +335,9 @@ class Config:
             raise ValueError(f"--device {self.device}: {str(e).splitlines()[0]}") from e
         if self.dtype is None:
             self.dtype = "bfloat16" if hardware(self.device)[1] else "float32"
-        require(not (self.compile and self.experts) or self.dtype == "bfloat16",
-                "--compile of experts needs --dtype bfloat16")
+        if self.compile and self.experts:       # torch compiles no other grouped_mm
+            require(self.dtype == "bfloat16",
+                    "--compile of experts needs --dtype bfloat16")
         if self.out is None:
             self.out = f"out/{self.model}-{self.recipe}"
             for name in ("keep_bf16", *RECIPE_FIELDS):
@@ -343,8 +346,8 @@ class Config:
             self.out += f"-s{self.seed}"
 
 def make_recipe(config):
-    """The recipe, with what flags change. The random signs of the RHT follow the run's
-    seed."""
+    """The recipe, with what flags change. The RHT multiplies by random signs, and each
+    seed of a run has its own."""
     recipe = ufp4.lookup("recipe", config.recipe, ufp4.RECIPES)
     changes = {}
     for name in RECIPE_FIELDS:
@@ -381,8 +384,8 @@ def windows(tokens, starts, config):
     return rows[:, :-1], rows[:, 1:]
 
 def get_batch(shards, config, step, part=0):
-    """This process's share of a step's windows, which are random; with --grad-accum,
-    its share of a part of them. Steps take shards in turn. Seed and step fix the
+    """A step has batch_size random windows, in grad_accum parts, each split over the
+    processes. Returns this process's. Steps take shards in turn. Seed and step fix the
     windows, so a run can be resumed."""
     shard = shards[step % len(shards)]
     generator = np.random.default_rng((config.seed, step))
@@ -434,7 +437,7 @@ def sample(model, prompt, config, vocab_size):
 
 def checkpoints(folder):
     """The complete checkpoints in a folder, oldest first. DCP writes .metadata last."""
-    return sorted(path.parent for path in Path(folder).glob("ckpt-*/.metadata"))
+    return sorted(path.parent for path in Path(folder).glob("ckpt-[0-9]*/.metadata"))
 
 def read_log(path):
     """-> [header, step, step, ...], dicts. Each start of a run logs a header with its
@@ -465,10 +468,10 @@ def claim(config, data_version):
         raise ValueError(f"another process trains in {out}; take another --out")
     except (ImportError, OSError):      # Windows and some network disks have no locks
         pass
-    # A new run and a branch need a folder without checkpoints. A run goes on from the
-    # newest checkpoint of its own folder
+    # A new run and a branch need a folder without checkpoints. A run goes on in its own
+    # folder, from the newest checkpoint there
     saved = checkpoints(out)
-    goes_on = bool(saved) and str(saved[-1]) == config.resume
+    goes_on = bool(saved and config.resume) and saved[-1].samefile(config.resume)
     require(goes_on or not saved, f"{out} holds a run: --resume {out} goes on with it, "
             "--out with a new folder begins another")
     if not saved:       # delete the log of a run that ended before a checkpoint
@@ -485,9 +488,9 @@ def claim(config, data_version):
     return lock
 
 def state_of(model, optimizer, step=0):
-    """What a checkpoint holds, as a dict. Its tensors are those of model and optimizer
-    themselves, so loading fills them, and nothing is copied back. (get_state_dict also
-    makes AdamW's moments, which else come with its first step.)"""
+    """What a checkpoint holds, as a dict. Its tensors are the live ones of model and
+    optimizer, and DCP loads in place, so nothing has to be copied afterwards. (For that
+    get_state_dict makes AdamW's moments, before its first step.)"""
     weights, moments = get_state_dict(model, optimizer)
     return {"model": weights, "optimizer": moments, "step": step}
 
@@ -496,7 +499,7 @@ def save(config, step, model, optimizer):
     out = Path(config.out)
     dcp.save(state_of(model, optimizer, step), checkpoint_id=out / f"ckpt-{step:07d}")
     if RANK == 0:
-        for path in set(out.glob("ckpt-*")) - set(checkpoints(out)[-2:]):
+        for path in set(out.glob("ckpt-[0-9]*")) - set(checkpoints(out)[-2:]):
             shutil.rmtree(path)
 
 def load(path, state):
@@ -525,12 +528,12 @@ def git_commit():
 # --- The run -------------------------------------------------------------------------
 
 def learning_rate(step, config):
-    """Linear warm-up, then cosine decay to min_lr * lr at the last step."""
+    """Linear warm-up, then cosine decay to final_lr_frac * lr at the last step."""
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup
     t = (step - config.warmup) / max(1, config.steps - 1 - config.warmup)
     fall = 0.5 * (1 + math.cos(math.pi * t))                        # from 1 to 0
-    return config.lr * (config.min_lr + (1 - config.min_lr) * fall)
+    return config.lr * (config.final_lr_frac + (1 - config.final_lr_frac) * fall)
 
 def build(config, recipe, vocab_size):
     """-> (the model, its optimizer)"""
@@ -578,7 +581,7 @@ def train(config):
         state = state_of(model, optimizer)
         load(config.resume, state)
         start = state["step"]
-        # A finished run may be resumed, and only prints a sample
+        # A branch needs steps. A finished run needs none: it prints a sample
         require(start < config.steps or Path(config.resume).parent == Path(config.out),
                 f"{config.resume} is at step {start}: a branch needs more --steps")
     name = hardware(config.device)[0]
@@ -589,7 +592,7 @@ def train(config):
     say(f"{config.model}, {parameters / 1e6:.2f}M parameters, recipe {config.recipe}, "
         f"{config.dtype} on {WORLD} x {name}, steps {start} to {config.steps}, "
         f"{config.out}")
-    if recipe.fmt is not None:
+    if recipe.fmt is not None:      # by Triton on a GPU, by torch.compile on a CPU
         say("the first step compiles the quantizers, which takes up to a minute once")
 
     moes = [m for m in model.modules() if isinstance(m, MoE)]
@@ -624,8 +627,8 @@ def train(config):
             validates = last or done % config.eval_interval == 0
             if not (saves or validates or done % config.log_interval == 0):
                 continue
-            # Only now wait for the device. The mean over the processes changes the loss
-            # alone: the other numbers are the same in all of them
+            # Only now wait for the device, and average the loss over the processes.
+            # (The other numbers are the same in all of them)
             numbers = all_sum(torch.stack((loss, norm, *imbalance))) / WORLD
             loss, norm, *imbalance = numbers.tolist()
             seconds = time.perf_counter() - clock
