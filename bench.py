@@ -818,7 +818,8 @@ def draw_sixteen(fig):
                     fontweight="bold" if db == max(decibels) else "normal",
                     transform=ax.transAxes,
                     bbox={"fc": "white", "ec": "none", "pad": 1})
-            ax.set(xticks=[], yticks=[0], yticklabels=["0"],
+            largest = x[x.abs().argmax()]
+            ax.set(xticks=[], yticks=[0, largest], yticklabels=["0", f"{largest:.1f}"],
                    ylim=(min(x.min(), 0) - 0.13 * x.abs().max(), 1.13 * x.max()))
         row[0].set_ylabel(when)
     for ax, (fmt, what) in zip(panels[0], GRIDS.items()):
