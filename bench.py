@@ -387,7 +387,7 @@ STUDIES = {
     "help": Study(("dense-0.3m",), {
         recipe: (recipe, *(f"{recipe}-{what}" for what in HELP)) for recipe in HELPED},
         last=("work in 4 bits", {f"{recipe}-{what}": share for recipe in HELPED
-                                      for what, (_, share) in HELP.items()}))}
+                                 for what, (_, share) in HELP.items()}))}
 
 def seeds_of(study, model):
     """How many seeds, fixed before the runs."""
@@ -714,7 +714,7 @@ def models_table(results, study):
 
 def two_by_two_table(results, model):
     """The four loss errors and noises of fprop, what the rotation and the uniform grid
-    do to each, and how far the effect of both together is from the sum of both."""
+    do to each, and what both together do beyond the sum of both alone."""
     (e2m1, e2m1_rht), (e1m2, e1m2_rht) = TWO_BY_TWO.values()
     fprop = results.fprop(model)
 

@@ -656,6 +656,10 @@ def test_core_convert_reaches_a_transformer_layer_in_eval_mode():
     model, x = ufp4.convert(copy.deepcopy(plain), skip=()), torch.randn(2, 16, 32)
     with torch.no_grad():               # a fast path would skip the converted layers
         assert (model(x) - plain(x)).abs().max() > 1e-3
+    encoder, mask = nn.TransformerEncoder(plain, 2).eval(), torch.arange(16) > 11
+    y = ufp4.convert(encoder)(x, src_key_padding_mask=mask.expand(2, 16))
+    with torch.no_grad():               # it would hand nested tensors to our layers
+        assert torch.equal(encoder(x, src_key_padding_mask=mask.expand(2, 16)), y)
 
 @pytest.mark.parametrize("message,how", [
     ("'fp4'.*ufp4", {"recipe": "fp4"}), ("'head'.*a, b, inner.0", {"skip": ("head",)}),
