@@ -11,7 +11,6 @@
     python bench.py study nano      more of them, on a larger model and less text
     python bench.py study rht-block   the size of the Hadamard matrix
     python bench.py study help      what lowers the loss error most
-    python bench.py bias        how much the grids shrink, and by block scale (1 min)
     python bench.py sqnr DIR    which grid suits the tensors of a run, and the RHT
     python bench.py cpu         what emulation takes on this CPU (4 min)
     python bench.py dispatch    what the kernels compile to on GPUs not here (5 min)
@@ -256,21 +255,14 @@ DEPTHS = {f"depth-{blocks}": blocks for blocks in (2, 4, 8, 16, 32)}
 for name, blocks in DEPTHS.items():
     MODELS[name] = sized("nano", blocks, 64, 2, 176, 800)
 
-# A row of a table: its name, and what train.py is told. A recipe's own name needs none
-ROWS = {"ufp4-rht-none": "--recipe ufp4 --rht none",
-        "ufp4-rht-wgrad": "--recipe ufp4 --rht wgrad",
-        "ufp4-rht-dgrad-wgrad": "--recipe ufp4 --rht dgrad,wgrad",
-        "ufp4-rht-fprop-wgrad": "--recipe ufp4 --rht fprop,wgrad",
-        "ufp4-sr-none": "--recipe ufp4 --sr none",
-        "ufp4-sr-x-dy": "--recipe ufp4 --sr x,dy",
-        "ufp4-sr-x-w-dy": "--recipe ufp4 --sr x,w,dy",
-        "e2m1-rht-none": "--recipe e2m1 --rht none",
-        "e2m1-rht-dgrad-wgrad": "--recipe e2m1 --rht dgrad,wgrad",
-        "e2m1-rht-fprop-wgrad": "--recipe e2m1 --rht fprop,wgrad",
-        "ufp4-rht-block-32": "--recipe ufp4 --rht-block 32",
-        "ufp4-rht-block-64": "--recipe ufp4 --rht-block 64",
-        "ufp4-rht-block-128": "--recipe ufp4 --rht-block 128",
-        "e2m1-sr-none": "--recipe e2m1 --sr none"}
+# What train.py is told for a row of a table. A recipe's own name needs nothing here
+ROWS = {f"{recipe}-{field}-{value.replace(',', '-')}":
+        f"--recipe {recipe} --{field} {value}"
+        for recipe, field, *values in (
+            ("ufp4", "rht", "none", "wgrad", "dgrad,wgrad", "fprop,wgrad"),
+            ("e2m1", "rht", "none", "dgrad,wgrad", "fprop,wgrad"),
+            ("ufp4", "sr", "none", "x,dy", "x,w,dy"), ("e2m1", "sr", "none"),
+            ("ufp4", "rht-block", "32", "64", "128")) for value in values}
 
 # What might lower a recipe's loss error, and what share of the GEMMs' work it leaves in
 # 4 bits, in a run that begins in 4 bits. A late change is made for the last sixth
@@ -310,17 +302,18 @@ class Study:
     the row that its group is called after. The table of several models has a line a
     model, and a column a row and effect."""
     models: dict                    # {model: how the table calls it}, or just models
-    groups: dict                    # {row: the rows that are compared with it}
+    groups: dict                    # {row: the rows that are compared with it}. These
+                                    # may be {row: what the last column says of it}
     effects: dict = None            # {name: {row: weight}}
-    last: tuple = ("", {})          # the last column: its head, {row: cell}
+    last: str = ""                  # the head of the last column
     what: str = "model"             # what the models are called by
 
     @property
     def rows(self):
-        return sum(self.groups.values(), ())
+        return tuple(row for rows in self.groups.values() for row in rows)
 
-# The last column of a study where the cells are computed, by beyond_line()
-BEYOND = ("beyond the line, %", {})
+# The head of a last column whose cells are computed, by beyond_line()
+BEYOND = "beyond the line, %"
 
 STUDIES = {
     "quick": Study(("nano",), {"ufp4": sum(TWO_BY_TWO.values(), ())}),
@@ -333,49 +326,35 @@ STUDIES = {
         {"`e2m1` minus `ufp4`, %": GAP, "interaction, %": INTERACTION}),
     "length": Study(LENGTHS, {"ufp4": ("ufp4", "e2m1")},
                     {"`e2m1` minus `ufp4`, %": GAP}, what="bytes per parameter"),
-    # Written down before the runs: if shrinkage compounds over layers, its effect grows
-    # with depth, so that at 32 blocks its interval is above the one at 2. If norms undo
-    # it, the effect is within 0.05% of zero at each depth. An interval wider than 0.1%
-    # at 32 blocks would leave the question open.
     "depth": Study(DEPTHS, {"ufp4": CAUSES}, {
         "effect of the grid, %": dict(zip(CAUSES, (.5, .5, -.5, -.5))),
         "effect of shrinking, %": dict(zip(CAUSES, (.5, -.5, .5, -.5)))},
         what="blocks"),
-    # Written down before the runs: if noise of fprop is the cause, the loss error grows
-    # with its dose in a straight line, which predicts each recipe within its interval.
-    # If shrinkage is, the loss error grows with 1 - slope from the first dose on. If
-    # norms undo it, slopes down to 0.9 in fprop cost nothing. In dgrad and wgrad a
-    # slope scales gradients, which AdamW divides out again.
     "dose": Study(("dense-0.3m",), {
         "ufp4": (*DOSES, "ufp4-slope-0.996", "ufp4-slope-0.98", "ufp4-slope-0.95",
                  "ufp4-slope-0.9", "ufp4-shrunk", "ufp4-slope-0.98-all",
                  "ufp4-slope-0.9-all"),
         "e2m1": ("e2m1", "e2m1-debiased"),
         "e2m1-full-rht": ("e2m1-full-rht", "e2m1-full-rht-debiased")}, last=BEYOND),
-    # If it is norms that undo shrinkage, the same slopes cost more without them.
     "norms": Study({"dense-0.3m": "with norms", "no-norms-0.3m": "without norms"},
                    {"ufp4": ("ufp4", "ufp4-slope-0.98", "ufp4-slope-0.9")},
                    {f"slope {slope} minus `ufp4`, %": {f"ufp4-slope-{slope}": 1,
                                                        "ufp4": -1}
                     for slope in (0.98, 0.9)}),
+    # The last column: the paper's search at 0.6B (Appendix B) in words, its ablation at
+    # 1.5B (Q4) in numbers
     "ablate": Study(("dense-0.3m",), {
-        "e2m1": ("e2m1", "e2m1-rht-none", "e2m1-rht-dgrad-wgrad",
-                 "e2m1-rht-fprop-wgrad", "e2m1-full-rht", "e2m1-max4-rht-wgrad",
-                 "e2m1-sr-none", "e2m1-sr-dy-x-wgrad", "e2m1-sr-dy-w-dgrad",
-                 "e2m1-tiles"),
-        "ufp4": ("ufp4", "ufp4-rht-none", "ufp4-rht-wgrad", "ufp4-rht-dgrad-wgrad",
-                 "ufp4-rht-fprop-wgrad", "ufp4-no-signs",
-                 "ufp4-sr-none", "ufp4-sr-dy-x-wgrad", "ufp4-sr-dy-w-dgrad")},
-        # Its search at 0.6B (Appendix B) in words, its ablation at 1.5B (Q4) in numbers
-        last=("the paper", {
-            "e2m1-rht-none": "hurts", "e2m1-rht-dgrad-wgrad": "hurts in the end",
-            "e2m1-rht-fprop-wgrad": "hurts", "e2m1-full-rht": "hurts",
-            "e2m1-max4-rht-wgrad": "not chosen", "e2m1-sr-none": "hurts",
-            "e2m1-sr-dy-x-wgrad": "hurts a little",
-            "e2m1-sr-dy-w-dgrad": "hurts a little", "e2m1-tiles": "not chosen",
-            "ufp4-rht-none": "+0.60",
-            "ufp4-rht-wgrad": "+0.34", "ufp4-rht-dgrad-wgrad": "+0.44",
-            "ufp4-rht-fprop-wgrad": "+0.25", "ufp4-sr-none": "+0.24"})),
+        "e2m1": {"e2m1": "", "e2m1-rht-none": "hurts",
+                 "e2m1-rht-dgrad-wgrad": "hurts in the end",
+                 "e2m1-rht-fprop-wgrad": "hurts", "e2m1-full-rht": "hurts",
+                 "e2m1-max4-rht-wgrad": "not chosen", "e2m1-sr-none": "hurts",
+                 "e2m1-sr-dy-x-wgrad": "hurts a little",
+                 "e2m1-sr-dy-w-dgrad": "hurts a little", "e2m1-tiles": "not chosen"},
+        "ufp4": {"ufp4": "", "ufp4-rht-none": "+0.60", "ufp4-rht-wgrad": "+0.34",
+                 "ufp4-rht-dgrad-wgrad": "+0.44", "ufp4-rht-fprop-wgrad": "+0.25",
+                 "ufp4-no-signs": "", "ufp4-sr-none": "+0.24",
+                 "ufp4-sr-dy-x-wgrad": "", "ufp4-sr-dy-w-dgrad": ""}},
+        last="the paper"),
     "rht-block": Study(("all-128",), {
         "ufp4": ("ufp4", "ufp4-rht-block-32", "ufp4-rht-block-64",
                  "ufp4-rht-block-128")}),
@@ -385,9 +364,9 @@ STUDIES = {
                  "ufp4-dgrad-in-e2m1", "ufp4-wgrad-in-e2m1", "e2m1-max2", "e2m1-max3",
                  "e2m1-max4")}),
     "help": Study(("dense-0.3m",), {
-        recipe: (recipe, *(f"{recipe}-{what}" for what in HELP)) for recipe in HELPED},
-        last=("work in 4 bits", {f"{recipe}-{what}": share for recipe in HELPED
-                                 for what, (_, share) in HELP.items()}))}
+        recipe: {recipe: ""} | {f"{recipe}-{what}": share
+                                for what, (_, share) in HELP.items()}
+        for recipe in HELPED}, last="work in 4 bits")}
 
 def seeds_of(study, model):
     """How many seeds, fixed before the runs."""
@@ -413,14 +392,13 @@ class Job:
         self.folder = args.runs / name
         # The step at which the last third begins, and the last sixth
         third, sixth = 2 * s.steps // 3, 5 * math.ceil(s.steps / 6)
-        self.after, self.first = "bf16", third
-        if "-late-" in row:
-            self.after, self.first = row.split("-late-")[0], sixth
+        self.wave, after, self.first = 1, "bf16", third
         if row == "bf16":
-            self.after, self.first = None, 0
+            self.wave, after, self.first = 0, "", 0
+        elif "-late-" in row:
+            self.wave, after, self.first = 2, row.split("-late-")[0], sixth
         self.steps = s.steps - self.first               # its own
-        self.branch = (args.runs / f"{model}-{self.after}-s{seed}"
-                       / f"ckpt-{self.first:07d}")
+        self.branch = args.runs / f"{model}-{after}-s{seed}" / f"ckpt-{self.first:07d}"
         # Rows that others start from keep that checkpoint
         save_at = third if row == "bf16" else sixth
         keeps = row in ("bf16", *HELPED)
@@ -438,7 +416,7 @@ class Job:
         flags = ["--with", str(file)] if file else []
         if train.checkpoints(self.folder):              # an earlier command was stopped
             flags += ["--resume", str(self.folder)]
-        elif self.after:
+        elif self.wave:
             flags += ["--resume", str(self.branch)]
         return [sys.executable, __file__, "train", *self.flags, *flags]
 
@@ -455,11 +433,9 @@ class Job:
             return 0
         return max(0, last.get("step", 0) - self.first)
 
-    def run(self, file, threads, before):
-        """Train, after the run `before`, unless the result is there. RuntimeError if it
-        fails. A loss that diverges is a result: None."""
-        if before:
-            before.result()                 # waits, or raises what it failed with
+    def run(self, file, threads):
+        """Train, unless the result is there. RuntimeError if it fails. A loss that
+        diverges is a result: None."""
         if self.result():
             return
         if self.folder.exists() and not train.checkpoints(self.folder):
@@ -484,36 +460,29 @@ class Job:
                 shutil.rmtree(path)
 
 def run_all(args, jobs):
-    """Run all jobs, args.jobs at a time, the bf16 runs first. A row waits for the run
-    that it starts from. If one fails, the others go on."""
-    first = sum(job.row == "bf16" for job in jobs)
+    """Run all jobs, args.jobs at a time: the bf16 runs, then the rows that start from
+    them, then the late rows. If one fails, the others of its kind go on."""
     there = sum(bool(job.result()) for job in jobs)
     if there:
         print(f"{there} of {len(jobs)} runs are there already; to train them again, "
               f"delete {args.runs}")
-    futures = {}
+    waves = [[job for job in jobs if job.wave == wave] for wave in range(3)]
     with (concurrent.futures.ThreadPoolExecutor(args.jobs) as pool,
           tqdm(total=sum(job.steps for job in jobs), unit=" steps") as bar):
-        # bf16 first, late rows last: what a row starts from is in the queue before it
-        for job in sorted(jobs, key=lambda job: (job.row != "bf16",
-                                                 "-late-" in job.row)):
-            together = first if job.row == "bf16" else len(jobs) - first
-            threads = max(1, os.cpu_count() // min(args.jobs, together))
-            before = futures.get((job.model, job.after, job.seed))
-            futures[job.key] = pool.submit(job.run, args.file, threads, before)
-        try:
-            while concurrent.futures.wait(futures.values(), 1).not_done:
-                ended = sum(future.done() for future in futures.values())
-                bar.set_postfix_str(f"{ended} of {len(jobs)} runs", False)
-                bar.update(sum(job.done() for job in jobs) - bar.n)
-        except KeyboardInterrupt:
-            pool.shutdown(cancel_futures=True)
-            sys.exit("bench.py: stopped; the same command goes on from here")
-        bar.update(sum(job.done() for job in jobs) - bar.n)
-    failed = {str(error) for f in futures.values() if (error := f.exception())}
-    if failed:
-        sys.exit("bench.py: " + "\nbench.py: ".join(sorted(failed))
-                 + "\nbench.py: the same command goes on from there")
+        for wave in filter(None, waves):
+            threads = max(1, os.cpu_count() // min(args.jobs, len(wave)))
+            runs = [pool.submit(job.run, args.file, threads) for job in wave]
+            try:
+                while concurrent.futures.wait(runs, 1).not_done:
+                    bar.update(sum(job.done() for job in jobs) - bar.n)
+            except KeyboardInterrupt:
+                pool.shutdown(cancel_futures=True)
+                sys.exit("bench.py: stopped; the same command goes on from here")
+            bar.update(sum(job.done() for job in jobs) - bar.n)
+            failed = [str(error) for run in runs if (error := run.exception())]
+            if failed:
+                sys.exit("bench.py: " + "\nbench.py: ".join(failed)
+                         + "\nbench.py: the same command goes on from there")
 
 # ---- What the runs say: one statistic over {(model, row): weight} ----
 
@@ -551,11 +520,10 @@ class Results:
     """The runs of studies, and what they say.
 
     errors: {(model, row): {seed: BF16-relative loss error}} (the paper's, Q2), infinite
-    if the run diverged. scatter: see contrast()."""
+    if the run diverged."""
 
     def __init__(self, records):
-        self.models, self.runs, self.scatter = records["models"], records["runs"], None
-        self.errors = {}
+        self.models, self.runs, self.errors = records["models"], records["runs"], {}
         for r in self.runs:
             error = math.inf if r["loss"] is None else r["loss"] / r["bf16"] - 1
             self.errors.setdefault((r["model"], r["row"]), {})[r["seed"]] = error
@@ -570,19 +538,17 @@ class Results:
 
     def contrast(self, weights):
         """The mean of these sums and its 95% interval over the seeds; None if no seed
-        has all. A difference of one seed alone has the interval that follows from
-        `scatter`, the standard deviation of a loss error within a seed."""
+        has all."""
         sums = [*self.sums(weights).values()]
-        if len(sums) == 1 and self.scatter and sum(weights.values()) == 0:
-            return sums[0], 1.96 * self.scatter * math.hypot(*weights.values())
         return interval(sums) if sums else None
 
-    def find_scatter(self, model):
-        """The scatter of a model's rows. A difference has the variance of two runs."""
+    def scatter(self, model):
+        """By how much the difference of a row and ufp4 varies from seed to seed: 1.96
+        standard deviations, over all rows of a model."""
         differences = [self.sums(on(model, {row: 1, "ufp4": -1})).values()
                        for of, row in self.errors
                        if of == model and row not in ("bf16", "ufp4")]
-        return math.sqrt(statistics.mean(map(statistics.variance, differences)) / 2)
+        return 1.96 * math.sqrt(statistics.mean(map(statistics.variance, differences)))
 
     def cell(self, weights):
         """What was found in %. A row's loss error has its number of seeds."""
@@ -626,7 +592,7 @@ def tables_of(results, studies=STUDIES, rows=None):
     for name in studies:
         study = STUDIES[name]
         if rows:
-            study = replace(study, groups={"ufp4": rows})
+            study = replace(study, groups={"ufp4": rows}, last="")
         make = rows_table if len(study.models) == 1 else models_table
         tables[name] = make(results, study)
     for name, model in (("two-by-two", "dense-0.3m"), ("two-by-two-nano", "nano")):
@@ -641,7 +607,7 @@ def without_blanks(table):
 
 def rows_table(results, study):
     """The rows of a study with one model."""
-    (model,), (head, last) = study.models, study.last
+    (model,) = study.models
     fprop, lines = results.fprop(model), []
     for base, rows in study.groups.items():
         for row in rows:
@@ -656,11 +622,11 @@ def rows_table(results, study):
                 f"`{base}`" if minus else "", minus,
                 "" if noise is None else f"{100 * noise:.3f}",
                 "" if slope is None else f"{slope:.4f}",
-                beyond_line(results, model, row) if study.last is BEYOND
-                else last.get(row, "")])
+                beyond_line(results, model, row) if study.last == BEYOND
+                else rows[row] if study.last else ""])
     return without_blanks([
         ["row", f"`{model}`: loss error, % (seeds)", "against", "minus that, %",
-         "noise of fprop, %", "slope of fprop", head], *lines])
+         "noise of fprop, %", "slope of fprop", study.last], *lines])
 
 def line_of_doses(results, model):
     """The straight line of least squares through the doses of noise: a function that
@@ -713,74 +679,48 @@ def models_table(results, study):
          "`ufp4` smaller by, %"], *lines])
 
 def two_by_two_table(results, model):
-    """The four loss errors and noises of fprop, what the rotation and the uniform grid
-    do to each, and what both together do beyond the sum of both alone."""
+    """The four loss errors, what the rotation and the uniform grid do to each, and what
+    both together do beyond the sum of both alone."""
     (e2m1, e2m1_rht), (e1m2, e1m2_rht) = TWO_BY_TWO.values()
-    fprop = results.fprop(model)
 
     def effect(weights):
         return results.effect(on(model, weights))
 
-    def cell(row):
-        noise = f"; {100 * fprop[row][1]:.2f}" if row in fprop else ""
-        return results.cell({(model, row): 1}) + noise
-
     both = effect(INTERACTION).split(":")[0]
-    return [["loss error, % (seeds); noise, %", "RHT on wgrad alone",
+    return [["loss error, % (seeds)", "RHT on wgrad alone",
              "RHT on all three GEMMs", "what the rotation does"],
-            *([fmt.upper(), cell(plain), cell(rotated),
-               effect({rotated: 1, plain: -1})]
+            *([fmt.upper(), results.cell({(model, plain): 1}),
+               results.cell({(model, rotated): 1}), effect({rotated: 1, plain: -1})]
               for fmt, (plain, rotated) in TWO_BY_TWO.items()),
             ["what the uniform grid does", effect({e1m2: 1, e2m1: -1}),
              effect({e1m2_rht: 1, e2m1_rht: -1}), f"interaction: {both}"]]
 
 # ---- Figures of studies, and the front page's ----
 
-def draw_studies(results, folder, studies, rows=None):
-    """Figures of studies with one model, into a folder."""
-    for name in studies:
-        (model, *others), shown = STUDIES[name].models, rows or STUDIES[name].rows
-        if not others:
-            figure(folder / f"{name}.png", (10, 4.5), draw_causes, results, model,
-                   shown)
-        if name == "quick" and set(shown) >= set(STUDIES[name].rows):
-            figure(folder / "two-by-two.png", (5, 4.9), draw_two_by_two, results,
-                   model)
-
 def draw_causes(fig, results, model, rows):
     """Loss error against the noise of fprop, and against what fprop shrinks its outputs
-    by. Doses, which change only one of the two, are squares without a name. On the
-    right a recipe has the height that it has on the left."""
+    by. Doses, which change only one of the two, are small squares without a name."""
     left, right = fig.subplots(1, 2, sharey=True)
-    fprop, line = results.fprop(model), line_of_doses(results, model)
-    named = 0
-    for row in sorted(fprop.keys() & set(rows), key=lambda row: fprop[row][2]):
+    fprop, markers = results.fprop(model), iter("o^vDP*X<>phHd8" * 2)
+    for row in sorted(fprop.keys() & set(rows), key=lambda row: -fprop[row][2]):
         slope, noise, error = fprop[row]
         _, half = results.contrast({(model, row): 1})
-        color, dose = color_of(row), "-noise-" in row or "-slope-" in row
+        dose = "-noise-" in row or "-slope-" in row
+        style = {"fmt": "s", "ms": 4} if dose else {"fmt": next(markers), "label": row}
         for ax, x, other in ((left, noise, "-slope-"), (right, 1 - slope, "-noise-")):
-            if other in row:
-                continue
-            at = 100 * x, 100 * error
-            ax.errorbar(*at, yerr=100 * (half or 0), fmt="s" if dose else "o", lw=1,
-                        color=color)
-            if ax is left and not dose:     # a list at the right, from below
-                ax.annotate(row, at, (0.66, 0.04 + 0.06 * named), color=color, size=10,
-                            textcoords="axes fraction",
-                            arrowprops={"arrowstyle": "-", "color": color, "lw": 0.5})
-                named += 1
-    title = f"{model}: what raises the loss?"
+            if other not in row:
+                ax.errorbar(100 * x, 100 * error, yerr=100 * (half or 0), lw=1,
+                            color=color_of(row), **style)
+    line = line_of_doses(results, model)
     if line and set(DOSES) <= set(rows):
-        ends = [fprop[row][1] for row in (DOSES[0], DOSES[-1])]
-        left.plot([100 * noise for noise in ends],
-                  [100 * results.contrast(line(noise))[0] for noise in ends], lw=1)
-        title += " Squares: doses of noise, of shrinkage"
-    fig.suptitle(title)
+        noises = [fprop[row][1] for row in DOSES]
+        left.plot([100 * noise for noise in noises],
+                  [100 * results.contrast(line(noise))[0] for noise in noises], lw=1)
+    fig.suptitle(f"{model}: what raises the loss? Small squares: doses")
+    fig.legend(*left.get_legend_handles_labels(), loc="outside right center")
     left.set(xlabel="noise of fprop: error power, % of the outputs'",
              ylabel="loss error above BF16, %")
     right.set(xlabel="what fprop shrinks its outputs by, %")
-    for ax in (left, right):
-        ax.margins(0.1)
 
 def draw_hero(fig, results):
     """Left, how sixteen numbers round to each grid before and after the RHT. Right, the
@@ -934,19 +874,25 @@ def bench_study(args):
     args.runs = OUT / (label or "runs")
     jobs = jobs_of(args)
     run_all(args, jobs)
-    records, shown = records_of(args, jobs), (args.studies, tuple(args.rows or ()))
+    records = records_of(args, jobs)
     if args.record:
         add_to_records(records)
         return bench_readme(args)
     results = Results(records)
-    if args.studies == ["quick"] and args.seeds in (None, 1) and not args.train:
-        results.scatter = Results(read("runs")).find_scatter("nano")
-    for rows in tables_of(results, *shown).values():
-        print_table(rows)
-    if results.scatter:
-        print("Of one seed \u00b1 is how far such a difference varies from seed to\n"
-              "seed in the recorded runs of nano.")
-    draw_studies(results, args.runs, *shown)
+    for table in tables_of(results, args.studies, args.rows).values():
+        print_table(table)
+    if args.studies == ["quick"] and args.seeds in (None, 1):
+        scatter = Results(read("runs")).scatter("nano")
+        print("One seed settles nothing: in the recorded runs of nano a difference "
+              f"of two rows\nvaries by \u00b1 {100 * scatter:.2f}% from seed to seed.")
+    for name in args.studies:
+        (model, *others), rows = STUDIES[name].models, args.rows or STUDIES[name].rows
+        if not others:
+            figure(args.runs / f"{name}.png", (10, 4.5), draw_causes, results, model,
+                   rows)
+        if name == "quick" and set(rows) >= set(STUDIES[name].rows):
+            figure(args.runs / "two-by-two.png", (5, 4.9), draw_two_by_two, results,
+                   model)
 
 def bench_readme(args):
     """Make the pages' tables and figures anew, without measuring."""
@@ -958,65 +904,13 @@ def bench_readme(args):
     figure(RECORDS / "hero.png", (8.75, 4.9), draw_hero, results)
     fill_pages()
 
-# ---- bias: the geometry of shrinkage ----
+# ---- sqnr: does the RHT change the preferred grid? (the paper's Q1) ----
 
 def sqnr(q, x):
     """Signal to quantization noise in dB, -10 log10(|q - x|^2 / |x|^2), as in the
     paper."""
     error, signal = (q - x).double().square().sum(), x.double().square().sum()
     return -10 * math.log10(error / signal)
-
-def slope(q, x):
-    """alpha = <Q(x), x> / <x, x> and its standard error, from the spread over rows."""
-    q, x = q.double(), x.double()
-    power = x.square().sum()
-    alpha = (q * x).sum() / power
-    rows = ((q - alpha * x) * x).sum(-1)
-    return alpha.item(), (rows.square().sum().sqrt() / power).item()
-
-def gaussian_slope(levels, block=16):
-    """alpha of RTN on blocks of independent Gaussians, FP32 scales, in closed form.
-
-    |x| has the density f. A block's maximum m has the density 16 f(m) F(m)^15. Given m,
-    one value is exact and the 15 others lie in [0, m]. E[Q(x) x] is a sum over bins, as
-    x f(x) integrates to -f(x)."""
-    def f(x):
-        return math.sqrt(2 / math.pi) * torch.exp(-x * x / 2)
-    m = torch.linspace(1e-3, 9, 20_001, dtype=torch.float64)
-    cdf, unit = torch.erf(m / math.sqrt(2)), m / levels[-1]
-    edges = [0.0, *((a + b) / 2 for a, b in zip(levels, levels[1:])), levels[-1]]
-    other = sum(q * unit * (f(low * unit) - f(high * unit))
-                for q, low, high in zip(levels, edges, edges[1:]))
-    mean = cdf ** (block - 1) * m * m + (block - 1) * cdf ** (block - 2) * other
-    return torch.trapezoid(f(m) * mean, m).item()
-
-def bench_bias(args):
-    g, shape = torch.Generator().manual_seed(0), (8192, 512)
-    x, gate, up = (torch.randn(shape, generator=g) for _ in range(3))
-    # Rows of different sizes, or power-of-two scales would meet one size alone
-    sizes = torch.rand((shape[0], 1), generator=g).exp2()
-    cases = [("Gaussian, rows of many sizes", scale, x * sizes)
-             for scale in ufp4.SCALES]
-    v = nn.functional.silu(gate) * up
-    cases += [("SwiGLU-like", "fp32", v),
-              ("SwiGLU-like, RHT", "fp32", ufp4.rotate(v, ufp4.random_signs(0)))]
-    head, closed = ["slope alpha ± two standard errors", "block scales"], []
-    for f in GRIDS:
-        head += [f"{f.upper()} {what}" for what in ("nearest", "SR", "SQNR, dB")]
-        closed += [f"{gaussian_slope(FORMATS[f].levels):.4f}", "", ""]
-    rows = [head, ["Gaussian, in closed form", "`fp32`", *closed]]
-    for name, scale, v in cases:
-        rows.append([name, f"`{scale}`"])
-        for f in GRIDS:
-            nearest = ufp4.fake_quantize(v, f, scale)
-            noisy = ufp4.fake_quantize(v, f, scale, stochastic=True, generator=g)
-            for q in (nearest, noisy):
-                alpha, error = slope(q, v)
-                rows[-1].append(f"{alpha:.4f} ± {2 * error:.4f}")
-            rows[-1].append(f"{sqnr(nearest, v):.2f}")
-    finish(args, "bias", {"bias": rows})
-
-# ---- sqnr: does the RHT change the preferred grid? (the paper's Q1) ----
 
 def capture(model, tokens, targets):
     """{layer: {"x", "w", "dy": its tensor (rows, columns)}} of each linear layer."""
@@ -1163,9 +1057,7 @@ def compiled(name, arch):
     from triton import JITFunction
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
-    target = GPUTarget("hip", arch, 64)
-    if arch.startswith("sm_"):
-        target = GPUTarget("cuda", int(arch[3:]), 32)
+    target = GPUTarget("cuda", int(arch[3:]), 32)
     driver.set_active(types.SimpleNamespace(
         get_current_target=lambda: target, get_current_device=lambda: 0,
         get_current_stream=lambda device: 0))
@@ -1185,17 +1077,15 @@ def compiled(name, arch):
     return found[-1].asm
 
 def counts(name, arch):
-    """Count in this code. Returns its tensor-core instructions and how many they are.
-    For NVIDIA's GPUs also how many instructions move registers to memory and back
-    (spills). Of a quantizer also written() of its worst store."""
+    """Count in this code. Returns its tensor-core instructions, how many they are, and
+    how many instructions move registers to memory and back (spills). Of a quantizer
+    also written() of its worst store."""
     asm = compiled(name, arch)
-    found = collections.Counter(re.findall(
-        r"(?:tcgen05\.|\bw?g?)mma[._][^ ;]*|v_mfma\S*",
-        asm["ptx" if "ptx" in asm else "amdgcn"]))
-    names = [name.split(".f32")[0] for name in found]           # without the types
-    result = {"instruction": " + ".join(names), "count": sum(found.values())}
-    if "ptx" in asm:
-        result["spills"] = len(re.findall(r"\t(?:@!?U?P\w+ )?(?:STL|LDL)", asm["sass"]))
+    found = collections.Counter(re.findall(r"(?:tcgen05\.|\bw?g?)mma[._][^ ;]*",
+                                           asm["ptx"]))
+    spills = re.findall(r"\t(?:@!?U?P\w+ )?(?:STL|LDL)", asm["sass"])
+    result = {"instruction": " + ".join(name.split(".f32")[0] for name in found),
+              "count": sum(found.values()), "spills": len(spills)}
     if name in calls():
         result["full"], result["sectors"] = min(written(asm["ttgir"]))
     return result
@@ -1255,7 +1145,7 @@ def bench_dispatch(args):
     tables = {}
     for marker, names, archs in (
             ("dispatch", ("ufp4-e4m3", "ufp4-mx", "nvfp4", "mxfp4"),
-             ("sm_90", "sm_100", "sm_120", "gfx950")),
+             ("sm_90", "sm_100", "sm_120")),
             ("quantize", calls(), ("sm_80", "sm_90", "sm_100"))):
         tables[marker] = [[f"Triton {kernels.triton.__version__}", *archs]]
         for name in names:
@@ -1401,7 +1291,7 @@ def main(argv=None):
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
     parser = argparse.ArgumentParser(description="Each claim, one command.")
     commands = parser.add_subparsers(dest="command", required=True)
-    measuring = "study", "bias", "sqnr", "cpu", "dispatch", "kernels"
+    measuring = "study", "sqnr", "cpu", "dispatch", "kernels"
     parsers = {}
     for name in (*measuring, "runs", "train", "readme"):
         parsers[name] = commands.add_parser(name, allow_abbrev=False,

@@ -161,13 +161,33 @@ def test_core_nearest_rounding_is_brute_force_with_ties_to_even(levels):
         nearest.append(min(range(len(levels)), key=lambda i: (distances[i], i % 2)))
     assert torch.equal(Format("x", tuple(levels)).round(points), grid[nearest])
 
+def slope(q, x):
+    """<Q(x), x> / <x, x>."""
+    q, x = q.double(), x.double()
+    return ((q * x).sum() / x.square().sum()).item()
+
+def gaussian_slope(levels, block=16):
+    """That of RTN on blocks of independent Gaussians, in closed form.
+
+    |x| has the density f. A block's maximum m has the density 16 f(m) F(m)^15. Given m,
+    one value is exact and the 15 others lie in [0, m]. E[Q(x) x] is a sum over bins, as
+    x f(x) integrates to -f(x)."""
+    def f(x):
+        return math.sqrt(2 / math.pi) * torch.exp(-x * x / 2)
+    m = torch.linspace(1e-3, 9, 20_001, dtype=torch.float64)
+    cdf, unit = torch.erf(m / math.sqrt(2)), m / levels[-1]
+    edges = [0.0, *((a + b) / 2 for a, b in itertools.pairwise(levels)), levels[-1]]
+    other = sum(q * unit * (f(low * unit) - f(high * unit))
+                for q, low, high in zip(levels, edges, edges[1:]))
+    mean = cdf ** (block - 1) * m * m + (block - 1) * cdf ** (block - 2) * other
+    return torch.trapezoid(f(m) * mean, m).item()
+
 @pytest.mark.parametrize("name", MAGNITUDES)
 def test_core_the_gaussian_slope_in_closed_form_is_what_is_measured(name):
     x = randn(150_000, 16)
-    alpha, se = bench.slope(fake_quantize(x, name), x)
-    closed = bench.gaussian_slope(MAGNITUDES[name])
-    assert abs(alpha - closed) < 4 * se < 1e-3
-    assert name not in ("e2m1", "e1m2") or f"{closed:.4f}" in LECTURE
+    closed = gaussian_slope(MAGNITUDES[name])
+    assert slope(fake_quantize(x, name), x) == pytest.approx(closed, abs=2.5e-4)
+    assert name == "int4" or f"{closed:.4f}" in LECTURE
 
 @every_scale
 @pytest.mark.parametrize("fmt", [E2M1, E1M2, FORMATS["int4"], Format("nf4", NF4)])
@@ -705,7 +725,7 @@ def test_core_the_lesson_is_right(capsys):
     text = capsys.readouterr().out
     quoted = re.findall(r"signal over error (\S+) dB", text)
     assert len(quoted) == 4 and all(f"{float(d):.1f} dB" in LECTURE for d in quoted)
-    exact = np.array([bench.gaussian_slope(fmt.levels) for fmt in (E2M1, E1M2)])
+    exact = np.array([gaussian_slope(fmt.levels) for fmt in (E2M1, E1M2)])
     slopes = re.findall(r"(numbers|\d+ quantized products): +e2m1 (\S+), e1m2 (\S+)",
                         text)
     for what, *measured in slopes:              # an alpha for each operand
@@ -823,12 +843,12 @@ def test_kernels_matmul_multiplies_the_decoded_operands(path, fmt, scale, monkey
 
 def test_kernels_routes():
     """The path of each recipe, but for what a Triton version gets wrong."""
-    archs = ("sm_80", "sm_90", "sm_100", "sm_103", "sm_120", "gfx950")
-    for name, paths in (("ufp4", 6 * "cublas "),
-                        ("nvfp4", 2 * "cublas " + 3 * "fp4 " + "cublas"),
-                        ("mxfp4", 2 * "cublas " + 4 * "fp4 "),
-                        ("ufp4-mx", 2 * "cublas " + 4 * "fp8 "),
-                        ("ufp4-e4m3", 4 * "cublas " + "fp4x4 cublas")):
+    archs = ("sm_80", "sm_90", "sm_100", "sm_103", "sm_120")
+    for name, paths in (("ufp4", 5 * "cublas "),
+                        ("nvfp4", 2 * "cublas " + 3 * "fp4 "),
+                        ("mxfp4", 2 * "cublas " + 3 * "fp4 "),
+                        ("ufp4-mx", 2 * "cublas " + 3 * "fp8 "),
+                        ("ufp4-e4m3", 4 * "cublas " + "fp4x4")):
         assert [kernels.route(RECIPES[name], arch) for arch in archs] == paths.split()
     other = replace(E2M1, levels=(0.0, 1.0, 5.0))
     for changed, why in (
@@ -843,7 +863,6 @@ def test_kernels_routes():
 @needs_kernels
 @pytest.mark.parametrize("call,instruction,count,spills", [
     (("nvfp4", "sm_100"), "tcgen05.mma.cta_group::1.kind::mxf4nvf4", 8, 12),
-    (("mxfp4", "gfx950"), "v_mfma_scale_f32_32x32x64_f8f6f4", 8, 0),
     (("dY of a layer", "sm_90"), "", 0, 0)])
 def test_kernels_compile_for_gpus_that_are_not_here(call, instruction, count, spills):
     got = bench.lowering(*call)
@@ -1446,15 +1465,15 @@ def test_data_downloads_are_whole_and_made_once(tmp_path):
         assert path.read_bytes() == (there / name).read_bytes()
 
 # ---- bench.py ------------------------------------------------------------------------
-@pytest.mark.parametrize("name,slope,like", [
+@pytest.mark.parametrize("name,wanted,like", [
     ("e2m1-full-rht-debiased", 1.0, "e2m1-full-rht"), ("ufp4-shrunk", 0.996, "ufp4")])
-def test_bench_the_slope_of_what_is_rounded_to_nearest_is_set(name, slope, like):
+def test_bench_the_slope_of_what_is_rounded_to_nearest_is_set(name, wanted, like):
     x, rand = randn(64, 64), torch.rand(64, 64, generator=gen())
     for operand, gemm in (("x", "fprop"), ("w", "dgrad")):
         q, plain = (RECIPES[r].quantizer(operand, gemm) for r in (name, like))
         for size in (1.0, 1e-25, 1e25):         # whose squares float32 does not hold
-            alpha, _ = bench.slope(q(x * size), rotate(x, q.signs) * size)
-            assert alpha == pytest.approx(slope, abs=1e-6)
+            got = slope(q(x * size), rotate(x, q.signs) * size)
+            assert got == pytest.approx(wanted, abs=1e-6)
         ratio = q(x) / plain(x)
         assert ratio[ratio == ratio].std() < 1e-6       # one factor for all
         assert not q(x * 0).any()
@@ -1551,22 +1570,10 @@ def test_bench_the_growth_for_each_doubling_is_the_slope_of_a_line():
     assert mean == pytest.approx(slopes.mean())
     assert half == pytest.approx(12.71 * slopes.std(ddof=1) / math.sqrt(2))
 
-def test_bench_one_seed_has_the_interval_that_the_records_foretell():
-    """Of a difference, and of one of differences, for 400 seeds with their errors."""
-    rows, noise = {"ufp4": 0.01, "a": 0.02, "b": 0.02, "c": 0.04}, 0.001 * randn(5, 400)
-    drawn = {row: (error + noise[i] + noise[4]).tolist()
-             for i, (row, error) in enumerate(rows.items())}
-    scatter = of(m=drawn).find_scatter("m")
-    assert scatter == pytest.approx(0.001, rel=0.1)
-    for weights in {"a": 1, "ufp4": -1}, {"c": 1, "b": -1, "a": -1, "ufp4": 1}:
-        held = 0                                        # the true one is 0.01
-        for seed in range(400):
-            one = of(m={row: e[seed:seed + 1] for row, e in drawn.items()})
-            one.scatter = scatter
-            mean, half = one.contrast(bench.on("m", weights))
-            held += abs(mean - 0.01) < half
-        # 95%, give or take 3.5 standard deviations
-        assert abs(held - 380) < 3.5 * math.sqrt(400 * 0.95 * 0.05)
+def test_bench_by_how_much_differences_vary_from_seed_to_seed():
+    noise = (0.01 + 0.001 * randn(4, 400)).tolist()     # each row varies by 0.1%
+    errors = dict(zip(("ufp4", "a", "b", "c"), noise))
+    assert of(m=errors).scatter("m") == pytest.approx(1.96 * 0.001 * 2**0.5, rel=0.1)
 
 def test_bench_the_reduction_is_of_the_seeds_that_have_all():
     r = of(n={"e2m1": (0.01,), "ufp4": (0.006, 0.001)},
@@ -1643,7 +1650,7 @@ def test_bench_a_study_of_the_front_pages_experiment_end_to_end(
 def test_bench_a_job_that_fails_is_said_and_other_seeds_go_on(elsewhere, monkeypatch):
     def command(job, file):
         end = "sys.exit(3)" if job.seed else "sys.exit('train.py: no space left')"
-        if (job.row, job.seed) == ("bf16", 1):
+        if job.row == "bf16":
             job.kept.mkdir(parents=True)
             log = '{"text": 0}\n{"step": 9, "val_loss": 2.5}\n'
             (job.folder / "log.jsonl").write_text(log)
@@ -1651,13 +1658,11 @@ def test_bench_a_job_that_fails_is_said_and_other_seeds_go_on(elsewhere, monkeyp
         return [sys.executable, "-c", f"import sys; {end}"]
 
     monkeypatch.setattr(bench.Job, "command", command)
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(SystemExit, match="ufp4, seed 0: no space left"):
         bench.main("study quick --seeds 2 --rows ufp4 --steps 9".split())
-    # The row of seed 0 has not run, so its failure is that of its bf16 run, said once
-    assert stopped.value.code.count("bf16, seed 0: no space left") == 1
     left = {path.parent.name: json.loads(path.read_text())["loss"]
             for path in bench.OUT.rglob("result.json")}
-    assert left == {"nano-bf16-s1": 2.5, "nano-ufp4-s1": None}
+    assert left == {"nano-bf16-s0": 2.5, "nano-bf16-s1": 2.5, "nano-ufp4-s1": None}
 
 def test_bench_new_runs_join_the_records_if_their_bf16_run_is_the_same(elsewhere):
     old = bench.read("runs")
