@@ -6,17 +6,18 @@
     python train.py --resume out/nano-ufp4-s0 --prompt "def "       # continues a text
     torchrun --nproc-per-node 8 train.py --recipe ufp4      # on 8 GPUs
 
-A run keeps log.jsonl and its last two checkpoints in a folder, --out (on a GPU, small
-in place of nano). The log begins with all settings, so --resume needs only the folder.
-Flags beside --resume override the settings. If one changes what is computed, the run is
-a branch and needs another folder:
+A run keeps log.jsonl and its last two checkpoints in a folder, --out, which is
+out/MODEL-RECIPE-sSEED by default. The log begins with all settings, so --resume needs
+only the folder. Flags beside --resume override the settings. If one changes what is
+computed, the run is a branch and needs another folder:
 
     python train.py --resume out/nano-bf16-s0/ckpt-0000700 --recipe ufp4 --out out/new
 
 A recipe (see ufp4.py) says how the linear layers inside the transformer's blocks do
 their matrix products. Nothing else is quantized, and under the recipe bf16 nothing at
-all. Other products are in BF16 where the hardware has BF16, elsewhere in float32
-(--dtype). Weights, optimizer, residual stream, loss and router are always in float32.
+all. Products are computed in BF16 where the hardware has it, else in float32 (--dtype),
+under bf16, too. Weights, optimizer, residual stream, loss and router are always in
+float32.
 """
 import signal
 import sys
@@ -161,13 +162,14 @@ class MoE(nn.Module):
         weights = scores.gather(-1, chosen)
         weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
         expert, order = chosen.flatten().sort(stable=True)          # (M k), ascending
-        # offsets[e] is how many rows belong to experts 0 to e: where those of e end
+        # offsets[e] is how many rows belong to experts 0 to e: where those of e end.
+        # (bincount would make the CPU wait for a GPU)
         ids = torch.arange(len(self.bias), device=x.device)         # 0, ..., E - 1
         offsets = torch.searchsorted(expert, ids, right=True).int()         # (E)
         if self.training:
             self.load += torch.diff(offsets, prepend=offsets.new_zeros(1))
-        copies = flat.repeat_interleave(self.top_k, 0)              # (M k, C)
-        gate, up = self.fc1(copies[order], offsets).chunk(2, -1)
+        sorted_x = flat[order // self.top_k]                        # (M k, C)
+        gate, up = self.fc1(sorted_x, offsets).chunk(2, -1)
         out = self.fc2(F.silu(gate) * up, offsets)                  # (M k, C)
         # Back to the order of tokens
         out = out[order.argsort()].unflatten(0, weights.shape)      # (M, k, C)
@@ -243,9 +245,9 @@ PRESETS = {
     "small-moe": dict(SMALL, hidden=352, experts=32, top_k=3)}
 
 RECIPE_FIELDS = ("fmt", "scale", "rht", "sr", "gemms", "rht_block")
-# --resume may change these without a branch, for that start alone: the next --resume
-# begins with the first settings again. Of these, device, compile and grad_accum change
-# results, by random bits and how sums are rounded
+# --resume may change these in the same folder, for that start alone: the next --resume
+# begins with the first settings again. (device, compile and grad_accum change random
+# bits and the order of sums)
 MAY_CHANGE = {"out", "resume", "prompt", "with_", "device", "compile", "grad_accum",
               "eval_interval", "save_interval", "log_interval", "sample"}
 
@@ -270,7 +272,7 @@ class Config:
     model: str = "small" if GPU else "nano"     # sizes and schedule, see PRESETS
     data: str = "python"            # python, shakespeare, fineweb or a text file
     out: str = None                 # the run's folder (default: out/MODEL-RECIPE-sSEED)
-    resume: str = None              # a run's folder or checkpoint; if none, --out
+    resume: str = None              # a run's folder or checkpoint (without one: --out)
     prompt: str = None              # don't train: let --resume's run continue this text
     with_: str = None               # your own Python file, which adds to ufp4.RECIPES
     seed: int = 0                   # of weights, batches, rotations and random bits
@@ -298,7 +300,7 @@ class Config:
     batch_size: int = None          # sequences in a step, of all processes and parts
     steps: int = None               # steps in all
     lr: float = None                # peak learning rate
-    warmup: int = None              # of steps (default: the preset's, or --steps / 5)
+    warmup: int = None              # steps (default: the preset's, at most a fifth)
     # And the recipe these
     fmt: str = None                 # format of the numbers: e2m1, e1m2 or int4
     scale: str = None               # format of the scales: fp32, e4m3 or e8m0
@@ -335,7 +337,7 @@ class Config:
             raise ValueError(f"--device {self.device}: {str(e).splitlines()[0]}") from e
         if self.dtype is None:
             self.dtype = "bfloat16" if hardware(self.device)[1] else "float32"
-        if self.compile and self.experts:       # torch compiles no other grouped_mm
+        if self.compile and self.experts:       # a limit of torch's grouped_mm
             require(self.dtype == "bfloat16",
                     "--compile of experts needs --dtype bfloat16")
         if self.out is None:
@@ -346,8 +348,8 @@ class Config:
             self.out += f"-s{self.seed}"
 
 def make_recipe(config):
-    """The recipe, with what flags change. The RHT multiplies by random signs, and each
-    seed of a run has its own."""
+    """The recipe, with what flags change. The random signs of the RHT follow from the
+    seed, and are the same in all layers and steps."""
     recipe = ufp4.lookup("recipe", config.recipe, ufp4.RECIPES)
     changes = {}
     for name in RECIPE_FIELDS:
@@ -411,7 +413,7 @@ def validate(model, val, config):
     losses = []
     for batch in tqdm(batches, "validating", leave=False, disable=RANK > 0):
         losses.append(model(*windows(val, batch, config)) * len(batch))
-    loss = sum(all_sum(torch.stack(losses)).tolist()) / config.eval_windows
+    loss = all_sum(torch.stack(losses).sum()).item() / config.eval_windows
     layers = ufp4.noise(model, windows(val, batches[0], config)[0])
     model.train()
     found = {"val_loss": loss}
@@ -489,8 +491,8 @@ def claim(config, data_version):
 
 def state_of(model, optimizer, step=0):
     """What a checkpoint holds, as a dict. Its tensors are the live ones of model and
-    optimizer, and DCP loads in place, so nothing has to be copied afterwards. (For that
-    get_state_dict makes AdamW's moments, before its first step.)"""
+    optimizer. DCP loads into them, so nothing has to be copied afterwards.
+    (get_state_dict also makes AdamW's moments, if there was no step yet.)"""
     weights, moments = get_state_dict(model, optimizer)
     return {"model": weights, "optimizer": moments, "step": step}
 
@@ -575,7 +577,7 @@ def train(config):
     # The model comes before a download, so that wrong sizes fail at once
     model, optimizer = build(config, recipe, vocab_size)
     shards, val, data_version = load_data(config)
-    lock = claim(config, data_version) if RANK == 0 else None   # lasts while it is open
+    lock = claim(config, data_version) if RANK == 0 else None   # held while it is open
     start, val_loss = 0, None
     if config.resume:
         state = state_of(model, optimizer)
@@ -621,23 +623,23 @@ def train(config):
 
             done = step + 1
             last = done == config.steps
-            # A CPU tensor, summed by gloo, so that nothing waits for the GPU
-            stops = all_sum(torch.tensor(len(signals))).item() > 0  # in any process
+            # Did any process get a signal? (Asked by a CPU tensor, so that nothing
+            # waits for the GPU)
+            stops = all_sum(torch.tensor(len(signals))).item() > 0
             saves = last or stops or done % config.save_interval == 0
             validates = last or done % config.eval_interval == 0
             if not (saves or validates or done % config.log_interval == 0):
                 continue
-            # Only now wait for the device, and average the loss over the processes.
-            # (The other numbers are the same in all of them)
-            numbers = all_sum(torch.stack((loss, norm, *imbalance))) / WORLD
-            loss, norm, *imbalance = numbers.tolist()
+            # Only now wait for the device. The loss is averaged over the processes, the
+            # other numbers are the same in all of them
+            loss, norm = all_sum(loss).item() / WORLD, norm.item()
             seconds = time.perf_counter() - clock
             speed = (done - last_logged) * config.batch_size * config.seq_len / seconds
             bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s")
             record = {"step": done, "train_loss": loss, "lr": lr, "grad_norm": norm,
                       "tokens_per_s": round(speed)}
             if moes:
-                record["max_load"] = max(imbalance)
+                record["max_load"] = max(imbalance).item()
             if validates:
                 record |= validate(model, val, config)
                 val_loss = record["val_loss"]
@@ -688,14 +690,14 @@ def parse_args(argv=()):
             path = checkpoints(path)[-1]
         require((path / ".metadata").exists(), f"--resume {path}: no such checkpoint")
         before = read_log(path.parent / "log.jsonl")[0]["settings"]
-        # With fewer layers DCP would load only these, without a word
+        # With fewer layers DCP would silently load only these
         for name in ("model", "layers"):
             require(name not in typed or typed[name] == before[name],
                     f"{flag(name)} {typed.get(name)}: {path} has {before[name]}")
         before["out"], typed["resume"] = str(path.parent), str(path)
     if "recipe" in typed:       # a new recipe drops the old run's --fmt, --rht, ...
         before |= dict.fromkeys(RECIPE_FIELDS)
-    given = before | typed      # a flag wins over the settings of the resumed run
+    given = before | typed      # flags win over the resumed run, and that over presets
     if given.get("with_"):
         file = Path(given["with_"])
         sys.path.insert(0, str(file.resolve().parent))
@@ -743,7 +745,7 @@ def main(argv=()):
         if WORLD > 1:
             dist.destroy_process_group()
     except FloatingPointError as e:
-        stop(e, 3)                          # by this code bench.py knows it
+        stop(e, 3)                          # bench.py recognizes this code
     except dcp.CheckpointException as e:
         error, _ = next(iter(e.failures.values()))
         stop(f"can't save a checkpoint: {error!r}; --resume {config.out} goes on from "

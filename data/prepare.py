@@ -44,8 +44,7 @@ def vocabulary(name):
 
 def encode(text, vocab_size):
     """The tokens of a text, a list."""
-    # Under LANG=C Python reads the bytes of a command line's "ö" as surrogates
-    data = text.encode(errors="surrogateescape")
+    data = text.encode(errors="surrogateescape")        # of a prompt typed under LANG=C
     if vocab_size == 256:
         return list(data)
     return tiktoken.get_encoding("gpt2").encode_ordinary(data.decode(errors="replace"))
@@ -109,9 +108,9 @@ def standard_library():
 def prepare(name="python", root=ROOT, shards=1, url=FINEWEB):
     """Make a data set's files where they are missing -> Dataset.
 
-    name: "python", "shakespeare", "fineweb" or a text file. shards: how many shards of
-    FineWeb there are at least. ValueError for any other name, OSError for a download
-    that failed."""
+    name: "python", "shakespeare", "fineweb" or a text file. shards: so many shards of
+    FineWeb are downloaded. Training takes all that are in the folder. ValueError for
+    any other name, OSError for a download that failed."""
     if name == "fineweb":
         folder = root / name
         for part in ["val_000000", *(f"train_{i:06d}" for i in range(1, shards + 1))]:
@@ -120,27 +119,27 @@ def prepare(name="python", root=ROOT, shards=1, url=FINEWEB):
                 download(f"{url}/{path.name}", path)
         return Dataset(sorted(folder.glob("*_train_*.bin")),
                        sorted(folder.glob("*_val_*.bin")))
-    text = None                                 # the file that it is made from
+    source = None                               # the text file, if there is one
     if name == "python":
         folder = root / f"python-{platform.python_version()}"
     elif name == "shakespeare":
         folder = root / name
-        text = folder / "input.txt"
+        source = folder / "input.txt"
     elif Path(name).is_file():
-        text = Path(name)
-        crc = zlib.crc32(text.read_bytes())     # another content is another data set
-        folder = root / f"{text.stem}-{crc:08x}"
+        source = Path(name)
+        crc = zlib.crc32(source.read_bytes())   # other content, other data set
+        folder = root / f"{source.stem}-{crc:08x}"
     else:
         raise ValueError(f"no data set or file is called {name!r}: take python, "
                          "shakespeare, fineweb, or a text file")
     train, val = folder / "train.bin", folder / "val.bin"
     if not (train.exists() and val.exists()):
-        if name == "shakespeare" and not text.exists():
-            download(SHAKESPEARE, text)
-        if text is None:
+        if name == "shakespeare" and not source.exists():
+            download(SHAKESPEARE, source)
+        if source is None:
             parts = standard_library()
         else:
-            data = text.read_bytes()
+            data = source.read_bytes()
             cut = len(data) * 9 // 10           # the last tenth is for validation
             parts = data[:cut], data[cut:]
         for path, part in zip((train, val), parts):
