@@ -312,8 +312,7 @@ class Study:
     def rows(self):
         return tuple(row for rows in self.groups.values() for row in rows)
 
-# The head of a last column whose cells are computed, by beyond_line()
-BEYOND = "beyond the line, %"
+BEYOND = "beyond the line, %"       # a last column that beyond_line() computes
 
 STUDIES = {
     "quick": Study(("nano",), {"ufp4": sum(TWO_BY_TWO.values(), ())}),
@@ -368,12 +367,6 @@ STUDIES = {
                                 for what, (_, share) in HELP.items()}
         for recipe in HELPED}, last="work in 4 bits")}
 
-def seeds_of(study, model):
-    """How many seeds, fixed before the runs."""
-    if study == "quick":
-        return 1
-    return 4 if model == "dense-0.9m" else 5
-
 # ---- Jobs: a job is a process of train.py that leaves a result ----
 
 class Job:
@@ -388,8 +381,7 @@ class Job:
         flags = [*MODELS[model], *row_flags(row), "--seed", str(seed), *args.train]
         s = train.parse_args(flags)
         # A recipe from --with is trained again when its file has changed
-        name = f"{model}-{row}{args.versions.get(row, '')}-s{seed}"
-        self.folder = args.runs / name
+        self.folder = args.runs / f"{model}-{row}{args.versions.get(row, '')}-s{seed}"
         # The step at which the last third begins, and the last sixth
         third, sixth = 2 * s.steps // 3, 5 * math.ceil(s.steps / 6)
         self.wave, after, self.first = 1, "bf16", third
@@ -541,14 +533,6 @@ class Results:
         has all."""
         sums = [*self.sums(weights).values()]
         return interval(sums) if sums else None
-
-    def scatter(self, model):
-        """By how much the difference of a row and ufp4 varies from seed to seed: 1.96
-        standard deviations, over all rows of a model."""
-        differences = [self.sums(on(model, {row: 1, "ufp4": -1})).values()
-                       for of, row in self.errors
-                       if of == model and row not in ("bf16", "ufp4")]
-        return 1.96 * math.sqrt(statistics.mean(map(statistics.variance, differences)))
 
     def cell(self, weights):
         """What was found in %. A row's loss error has its number of seeds."""
@@ -848,7 +832,7 @@ def jobs_of(args):
             ufp4.lookup("model", name, dict.fromkeys(models))
             for row in ("bf16", *before, *rows):
                 ufp4.lookup("row", row, RECIPES | ROWS)
-                for seed in range(args.seeds or seeds_of(study, name)):
+                for seed in range(args.seeds or (1 if study == "quick" else 5)):
                     job = Job(args, name, row, seed)
                     jobs[job.key] = job
     return list(jobs.values())
@@ -881,10 +865,8 @@ def bench_study(args):
     results = Results(records)
     for table in tables_of(results, args.studies, args.rows).values():
         print_table(table)
-    if args.studies == ["quick"] and args.seeds in (None, 1):
-        scatter = Results(read("runs")).scatter("nano")
-        print("One seed settles nothing: in the recorded runs of nano a difference "
-              f"of two rows\nvaries by \u00b1 {100 * scatter:.2f}% from seed to seed.")
+    if {job.seed for job in jobs} == {0}:
+        print("One seed settles nothing. --seeds 5 tells more.")
     for name in args.studies:
         (model, *others), rows = STUDIES[name].models, args.rows or STUDIES[name].rows
         if not others:
