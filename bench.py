@@ -10,14 +10,14 @@
     python bench.py study ablate    one change at a time, as in the paper's search
     python bench.py study nano      more of them, on a larger model and less text
     python bench.py study rht-block   the size of the Hadamard matrix
-    python bench.py study help      what lowers the loss error most
+    python bench.py study repair    what lowers the loss error most
     python bench.py sqnr DIR    which grid suits the tensors of a run, and the RHT
     python bench.py cpu         what emulation takes on this CPU (4 min)
     python bench.py dispatch    what the kernels compile to on GPUs not here (5 min)
     python bench.py kernels     their speed on this GPU, against copying and cuBLAS
     python bench.py runs        your own runs of train.py, as a table and as curves
     python bench.py train       train.py with the recipes below besides its own
-    python bench.py readme      the pages' tables and figures again, from the records
+    python bench.py readme      tables and figures again, from the records
 
 `study` and `train` take `--with mine.py`, a file that adds recipes of yours. So
 `study quick --with mine.py --rows ufp4 mine` measures your recipe beside ufp4. All
@@ -25,7 +25,7 @@ studies but quick take hours. They keep each run, and go on after Ctrl-C. More f
 for train.py: `study loss --seeds 2 --steps 300` is a quick look.
 
 What is measured goes to out/bench. With --record it goes to data/results, and from
-there into both README.md.
+there into the README.md beside it.
 """
 import argparse
 import collections
@@ -61,7 +61,6 @@ from ufp4 import FORMATS, GEMMS, RECIPES, Quantizer, Recipe
 
 HERE = Path(__file__).resolve().parent
 RECORDS, OUT = HERE / "data" / "results", HERE / "out" / "bench"
-PAGES = (HERE / "README.md", RECORDS / "README.md")
 
 # ---- Records, tables and figures ----
 
@@ -92,21 +91,21 @@ def print_table(rows):
     print()
 
 def finish(args, name, tables, more={}):
-    """Print the tables {marker in a page: rows of text, the head first}. Save them with
-    what is behind them as NAME.json. Returns the folder that it is in."""
+    """Print the tables {marker in the page: rows of text, the head first}. Save them
+    with what is behind them as NAME.json. Returns the folder that it is in."""
     for rows in tables.values():
         print_table(rows)
     folder = RECORDS if args.record else OUT
     save(folder / f"{name}.json", {**more, "machine": machine(), "tables": tables})
     if args.record:
-        fill_pages()
+        fill_page()
     print(f"saved in {folder}")
     return folder
 
-def fill_pages():
-    """Put the tables of the records into the pages, between <!-- NAME --> and
+def fill_page():
+    """Put the tables of the records into their README.md, between <!-- NAME --> and
     <!-- /NAME -->."""
-    tables = tables_of(Results(read("runs")))
+    page, tables = RECORDS / "README.md", tables_of(Results(read("runs")))
     for path in RECORDS.glob("*.json"):
         tables |= json.loads(path.read_text()).get("tables", {})
 
@@ -116,9 +115,8 @@ def fill_pages():
                  for row in (head, ["---"] * len(head), *rows)]
         return "\n".join([f"<!-- {found[1]} -->", *lines, f"<!-- /{found[1]} -->"])
 
-    for page in PAGES:
-        page.write_text(re.sub(r"<!-- (\S+) -->\n.*?<!-- /\1 -->", block,
-                               page.read_text(), flags=re.S))
+    page.write_text(re.sub(r"<!-- (\S+) -->\n.*?<!-- /\1 -->", block, page.read_text(),
+                           flags=re.S))
 
 def text(measured, digits=2):
     """(mean, half-width of its interval) as a cell in %; blank for None."""
@@ -266,15 +264,15 @@ ROWS = {f"{recipe}-{field}-{value.replace(',', '-')}":
 
 # What might lower a recipe's loss error, and what share of the GEMMs' work it leaves in
 # 4 bits, in a run that begins in 4 bits. A late change is made for the last sixth
-HELP = {"fprop-bf16": ("--gemms dgrad,wgrad", "2/3"),
-        "late-fprop-bf16": ("--gemms dgrad,wgrad", "17/18"),
-        "late-bf16": ("--recipe bf16", "5/6"),
-        "last-block-bf16": ("--keep-bf16 1", "1/2"),
-        "first-block-bf16": ("--keep-bf16 -1", "1/2")}
-HELPED = ("ufp4", "nvfp4")
-for recipe in HELPED:
+REPAIRS = {"fprop-bf16": ("--gemms dgrad,wgrad", "2/3"),
+           "late-fprop-bf16": ("--gemms dgrad,wgrad", "17/18"),
+           "late-bf16": ("--recipe bf16", "5/6"),
+           "last-block-bf16": ("--keep-bf16 1", "1/2"),
+           "first-block-bf16": ("--keep-bf16 -1", "1/2")}
+REPAIRED = ("ufp4", "nvfp4")
+for recipe in REPAIRED:
     ROWS |= {f"{recipe}-{what}": f"--recipe {recipe} {flags}"
-             for what, (flags, _) in HELP.items()}
+             for what, (flags, _) in REPAIRS.items()}
 
 def row_flags(row):
     return ROWS.get(row, f"--recipe {row}").split()
@@ -362,10 +360,10 @@ STUDIES = {
                  "ufp4-sr-x-dy", "ufp4-sr-x-w-dy", "ufp4-fprop-in-e2m1",
                  "ufp4-dgrad-in-e2m1", "ufp4-wgrad-in-e2m1", "e2m1-max2", "e2m1-max3",
                  "e2m1-max4")}),
-    "help": Study(("dense-0.3m",), {
+    "repair": Study(("dense-0.3m",), {
         recipe: {recipe: ""} | {f"{recipe}-{what}": share
-                                for what, (_, share) in HELP.items()}
-        for recipe in HELPED}, last="work in 4 bits")}
+                                for what, (_, share) in REPAIRS.items()}
+        for recipe in REPAIRED}, last="work in 4 bits")}
 
 # ---- Jobs: a job is a process of train.py that leaves a result ----
 
@@ -393,7 +391,7 @@ class Job:
         self.branch = args.runs / f"{model}-{after}-s{seed}" / f"ckpt-{self.first:07d}"
         # Rows that others start from keep that checkpoint
         save_at = third if row == "bf16" else sixth
-        keeps = row in ("bf16", *HELPED)
+        keeps = row in ("bf16", *REPAIRED)
         self.kept = self.folder / f"ckpt-{save_at:07d}" if keeps else None
         # It validates once, at the end: on the whole text, and in `quick` on a quarter
         windows = (len(read_tokens(prepare(s.data).val[0])) - 1) // s.seq_len
@@ -571,7 +569,7 @@ class Results:
 # ---- Tables ----
 
 def tables_of(results, studies=STUDIES, rows=None):
-    """{marker in a page: table} of what was measured. `rows` replace the studies'."""
+    """{marker in the page: table} of what was measured. `rows` replace the studies'."""
     tables = {}
     for name in studies:
         study = STUDIES[name]
@@ -877,14 +875,14 @@ def bench_study(args):
                    model)
 
 def bench_readme(args):
-    """Make the pages' tables and figures anew, without measuring."""
+    """Make the tables and figures of data/results anew, without measuring."""
     results, doses = Results(read("runs")), STUDIES["dose"].rows
     rows = {row for row in {*doses, *STUDIES["loss"].rows}
             if not row.endswith(("debiased", "shrunk"))}
     figure(RECORDS / "causes.png", (10, 4.5), draw_causes, results, "dense-0.3m", rows)
     figure(RECORDS / "sqnr.png", (10, 6), draw_sqnr, read("sqnr")["medians"])
     figure(RECORDS / "hero.png", (8.75, 4.9), draw_hero, results)
-    fill_pages()
+    fill_page()
 
 # ---- sqnr: does the RHT change the preferred grid? (the paper's Q1) ----
 
@@ -1271,7 +1269,8 @@ def bench_train(args):
 def main(argv=None):
     # DCP warns of this where there is one process, which is fine
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
-    parser = argparse.ArgumentParser(description="Each claim, one command.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     measuring = "study", "sqnr", "cpu", "dispatch", "kernels"
     parsers = {}
@@ -1280,7 +1279,7 @@ def main(argv=None):
                                             add_help=name != "train")
         if name in measuring:
             parsers[name].add_argument("--record", action="store_true", help="into "
-                                       "data/results and the pages, not out/bench")
+                                       "data/results, not out/bench")
     parsers["sqnr"].add_argument("dir", type=Path, help="of a run of train.py")
     parsers["runs"].add_argument("dir", type=Path, help="of runs (default: out)",
                                  nargs="?", default=Path("out"))

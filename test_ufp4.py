@@ -1488,7 +1488,7 @@ def test_bench_every_row_is_another_and_fits_its_models():
                                       "--device", "cpu"])
                 recipe = train.make_recipe(s)
                 _, active = bench.counted(s, recipe)        # the blocks are whole
-                if name != "help":                  # these differ by block or step
+                if name != "repair":                # these differ by block or step
                     same = not differ(plain, results(recipe))
                     assert same == (row == "ufp4"), row
             if model in bench.SCALING:                  # as named, 20 bytes each
@@ -1551,7 +1551,7 @@ def test_bench_doses_have_the_noise_that_they_say():
 
 def test_bench_a_late_row_goes_on_with_the_recipe_that_it_helps(elsewhere):
     args = types.SimpleNamespace(train=[], runs=Path("runs"), versions={},
-                                 studies=["help"])
+                                 studies=["repair"])
     late, first = (bench.Job(args, "dense-0.3m", row, 3)
                    for row in ("nvfp4-late-bf16", "nvfp4"))
     assert late.branch == first.kept and late.first == 2205 == 2645 - late.steps
@@ -1579,13 +1579,10 @@ def test_bench_the_reduction_is_of_the_seeds_that_have_all():
 
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch):
-    """out/bench, the records and the pages, in tmp_path."""
-    pages = tmp_path / "README.md", tmp_path / "records/README.md"
-    for name, new in (("OUT", tmp_path / "bench"), ("RECORDS", tmp_path / "records"),
-                      ("PAGES", pages)):
-        monkeypatch.setattr(bench, name, new)
+    """out/bench and the records, in tmp_path."""
+    monkeypatch.setattr(bench, "OUT", tmp_path / "bench")
+    monkeypatch.setattr(bench, "RECORDS", tmp_path / "records")
     shutil.copytree(HERE / "data/results", bench.RECORDS)
-    shutil.copy(HERE / "README.md", tmp_path)
     return tmp_path
 
 def test_bench_the_commands_that_need_no_gpu(elsewhere, monkeypatch, capsys):
@@ -1675,22 +1672,25 @@ def test_bench_new_runs_join_the_records_if_their_bf16_run_is_the_same(elsewhere
 def test_bench_the_pages_and_figures_follow_from_the_records(elsewhere):
     for path in bench.RECORDS.glob("*.png"):
         path.unlink()
-    texts = [page.read_text() for page in bench.PAGES]
-    prose = [re.sub(r"(<!-- (\S+) -->\n).*?(<!-- /\2 -->)", r"\1\3", text, flags=re.S)
-             for text in texts]
-    for page, text in zip(bench.PAGES, prose):
-        page.write_text(text)
+    page = bench.RECORDS / "README.md"
+    text = page.read_text()
+    prose = re.sub(r"(<!-- (\S+) -->\n).*?(<!-- /\2 -->)", r"\1\3", text, flags=re.S)
+    page.write_text(prose)
     bench.main(["readme"])
-    assert [page.read_text() for page in bench.PAGES] == texts  # else: bench.py readme
-    shown = set(re.findall(r"!\[.*?\]\((.*?)\)", texts[1]))
+    assert page.read_text() == text                         # else: bench.py readme
+    shown = set(re.findall(r"!\[.*?\]\((.*?)\)", text))
     assert shown <= {path.name for path in bench.RECORDS.glob("*.png")}
     # What the text says with an interval is in a table
     r = bench.Results(bench.read("runs"))
     more = bench.text(r.contrast(bench.on("dense-0.3m-2", bench.GAP)), 3)
     tables = [*bench.tables_of(r).values(), [[more]]]
     cells = " ".join(sum(sum(tables, []), []))
-    said = re.findall(r"[\d.]+ ± [\d.]*\d", prose[1].split("## Log")[0])
+    told = prose.split("## Log")[0] + README + LECTURE.replace("+-", "±")
+    said = re.findall(r"[\d.]+ ± [\d.]*\d", told)
     assert len(said) > 12 and not [number for number in said if number not in cells]
+    for row in bench.STUDIES["quick"].rows:
+        error = r.cell({("dense-0.3m", row): 1}).split()[0]
+        assert f"{error}%" in README and f"{error}%" in LECTURE
     # All rows of a model and seed are compared with the same BF16 run
     baselines = {(r["model"], r["seed"], r["bf16"]) for r in r.runs}
     assert len(baselines) == len({(model, seed) for model, seed, _ in baselines})

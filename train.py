@@ -594,7 +594,7 @@ def train(config):
     say(f"{config.model}, {parameters / 1e6:.2f}M parameters, recipe {config.recipe}, "
         f"{config.dtype} on {WORLD} x {name}, steps {start} to {config.steps}, "
         f"{config.out}")
-    if recipe.fmt is not None:      # by Triton on a GPU, by torch.compile on a CPU
+    if recipe.fmt and start < config.steps:     # by Triton, or on a CPU torch.compile
         say("the first step compiles the quantizers, which takes up to a minute once")
 
     moes = [m for m in model.modules() if isinstance(m, MoE)]
