@@ -540,14 +540,16 @@ class Results:
         return found
 
     def effect(self, weights):
-        """The same of a difference, with a word on what it does to the loss."""
+        """The same of a difference, with a word on what it does to the loss, if there
+        is more than one seed."""
         mean, half = self.contrast(weights) or (None, None)
         if mean is None:
             return ""
+        found = f"{'+' * (round(mean, 4) > 0)}{text((mean, half))}"
+        if half is None:
+            return found
         said = "hurts" if mean > 0 else "helps"
-        if half is None or abs(mean) <= half:
-            said = "not settled"
-        return f"{'+' * (round(mean, 4) > 0)}{text((mean, half))}: {said}"
+        return f"{found}: {said if abs(mean) > half else 'not settled'}"
 
     def reduction(self, model):
         """By what part of itself e2m1's loss error is smaller with ufp4."""
