@@ -15,9 +15,9 @@ computed, the run is a branch and needs another folder:
 
 A recipe (see ufp4.py) says how the linear layers inside the transformer's blocks do
 their matrix products. Nothing else is quantized, and under the recipe bf16 nothing at
-all. Products are computed in BF16 where the hardware has it, else in float32 (--dtype),
-under bf16, too. Weights, optimizer, residual stream, loss and router are always in
-float32.
+all. Products are computed in BF16, or on hardware without it in float32 (--dtype), also
+those of the recipe bf16. Weights, optimizer, residual stream, loss and router are
+always in float32.
 """
 import signal
 import sys
@@ -161,7 +161,8 @@ class MoE(nn.Module):
         chosen = (scores + self.bias).topk(self.top_k).indices      # (M, k)
         weights = scores.gather(-1, chosen)
         weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
-        expert, order = chosen.flatten().sort(stable=True)          # (M k), ascending
+        # Row i of (M k) rows belongs to token i // k. Sort them by expert
+        expert, order = chosen.flatten().sort(stable=True)
         # offsets[e] is how many rows belong to experts 0 to e: where those of e end.
         # (bincount would make the CPU wait for a GPU)
         ids = torch.arange(len(self.bias), device=x.device)         # 0, ..., E - 1
@@ -245,9 +246,9 @@ PRESETS = {
     "small-moe": dict(SMALL, hidden=352, experts=32, top_k=3)}
 
 RECIPE_FIELDS = ("fmt", "scale", "rht", "sr", "gemms", "rht_block")
-# --resume may change these in the same folder, for that start alone: the next --resume
-# begins with the first settings again. (device, compile and grad_accum change random
-# bits and the order of sums)
+# --resume may change these in the same folder. They don't change what is computed, but
+# for random bits and the order of sums (device, compile, grad_accum). The change is for
+# this start alone: the next --resume begins with the first settings again
 MAY_CHANGE = {"out", "resume", "prompt", "with_", "device", "compile", "grad_accum",
               "eval_interval", "save_interval", "log_interval", "sample"}
 
@@ -272,8 +273,8 @@ class Config:
     model: str = "small" if GPU else "nano"     # sizes and schedule, see PRESETS
     data: str = "python"            # python, shakespeare, fineweb or a text file
     out: str = None                 # the run's folder (default: out/MODEL-RECIPE-sSEED)
-    resume: str = None              # a run's folder or checkpoint (without one: --out)
-    prompt: str = None              # don't train: let --resume's run continue this text
+    resume: str = None              # a run's folder or checkpoint; no value means --out
+    prompt: str = None              # don't train: continue this text by --resume's run
     with_: str = None               # your own Python file, which adds to ufp4.RECIPES
     seed: int = 0                   # of weights, batches, rotations and random bits
     keep_bf16: int = 0              # blocks not quantized: the last N; -N: the first N
@@ -337,9 +338,8 @@ class Config:
             raise ValueError(f"--device {self.device}: {str(e).splitlines()[0]}") from e
         if self.dtype is None:
             self.dtype = "bfloat16" if hardware(self.device)[1] else "float32"
-        if self.compile and self.experts:       # a limit of torch's grouped_mm
-            require(self.dtype == "bfloat16",
-                    "--compile of experts needs --dtype bfloat16")
+        require(self.dtype == "bfloat16" or not (self.compile and self.experts),
+                "--compile of experts needs --dtype bfloat16")  # for torch's grouped_mm
         if self.out is None:
             self.out = f"out/{self.model}-{self.recipe}"
             for name in ("keep_bf16", *RECIPE_FIELDS):
@@ -387,8 +387,8 @@ def windows(tokens, starts, config):
 
 def get_batch(shards, config, step, part=0):
     """A step has batch_size random windows, in grad_accum parts, each split over the
-    processes. Returns this process's. Steps take shards in turn. Seed and step fix the
-    windows, so a run can be resumed."""
+    processes. Returns this process's share of a part. Steps take shards in turn. Seed
+    and step fix the windows, so a run can be resumed."""
     shard = shards[step % len(shards)]
     generator = np.random.default_rng((config.seed, step))
     starts = generator.integers(0, len(shard) - config.seq_len, size=config.batch_size)
@@ -400,10 +400,10 @@ def get_batch(shards, config, step, part=0):
 
 @torch.no_grad()
 def validate(model, val, config):
-    """-> {"val_loss": ..., "noise": ..., "slope": ...}, quantized as in training. The
-    loss is a mean over windows spaced evenly over the text. Noise and slope (below 1 is
-    shrinkage; see ufp4.noise) are means over the quantized layers, for this process's
-    first batch. bf16 has none."""
+    """-> {"val_loss": ..., "noise": ..., "slope": ...} of the model, quantized as in
+    training. The loss is a mean over windows spaced evenly over the text. Noise and
+    slope (below 1 is shrinkage; see ufp4.noise) are means over the quantized layers,
+    for this process's first batch. bf16 has none."""
     starts = np.linspace(0, len(val) - config.seq_len - 1, config.eval_windows)
     starts = np.split(starts.astype(int), WORLD)[RANK]          # this process's share
     size = config.batch_size // (WORLD * config.grad_accum)     # windows at a time
@@ -443,7 +443,7 @@ def checkpoints(folder):
 
 def read_log(path):
     """-> [header, step, step, ...], dicts. Each start of a run logs a header with its
-    settings; this is the first. A step that was redone after a crash counts once."""
+    settings. The first is returned. A step that was redone counts once."""
     header, steps = None, {}
     for text in Path(path).read_text(errors="replace").splitlines():
         try:
@@ -473,6 +473,7 @@ def claim(config, data_version):
     # A new run and a branch need a folder without checkpoints. A run goes on in its own
     # folder, from the newest checkpoint there
     saved = checkpoints(out)
+    # (parse_args has made a checkpoint of --resume)
     goes_on = bool(saved and config.resume) and saved[-1].samefile(config.resume)
     require(goes_on or not saved, f"{out} holds a run: --resume {out} goes on with it, "
             "--out with a new folder begins another")
@@ -484,6 +485,7 @@ def claim(config, data_version):
                    if name not in MAY_CHANGE and value != getattr(config, name)]
         require(not (changed and goes_on), f"{', '.join(changed)} would change the run "
                 f"in {out}; to branch from it, add --out with a new folder")
+        # The same --data may be another text, or have more shards now
         require("--data" in changed or data_version == before["data_version"],
                 f"--data {config.data} is {data_version} now and was "
                 f"{before['data_version']}")
@@ -583,8 +585,9 @@ def train(config):
         state = state_of(model, optimizer)
         load(config.resume, state)
         start = state["step"]
-        # A branch needs steps. A finished run needs none: it prints a sample
-        require(start < config.steps or Path(config.resume).parent == Path(config.out),
+        branch = Path(config.resume).parent != Path(config.out)
+        # A finished run may be resumed: it prints a sample
+        require(start < config.steps or not branch,
                 f"{config.resume} is at step {start}: a branch needs more --steps")
     name = hardware(config.device)[0]
     log(config, {"settings": vars(config), "data_version": data_version,
@@ -594,7 +597,7 @@ def train(config):
     say(f"{config.model}, {parameters / 1e6:.2f}M parameters, recipe {config.recipe}, "
         f"{config.dtype} on {WORLD} x {name}, steps {start} to {config.steps}, "
         f"{config.out}")
-    if recipe.fmt and start < config.steps:     # by Triton, or on a CPU torch.compile
+    if recipe.fmt and start < config.steps:
         say("the first step compiles the quantizers, which takes up to a minute once")
 
     moes = [m for m in model.modules() if isinstance(m, MoE)]
@@ -644,8 +647,8 @@ def train(config):
                 record |= validate(model, val, config)
                 val_loss = record["val_loss"]
                 say(f"step {done}: train_loss {loss:.4f}, val_loss {val_loss:.4f}")
-            # It is enough to look here: a loss that is not finite spoils all later
-            # ones, and nothing is saved before this check
+            # It is enough to look at steps that are logged: a loss that is not finite
+            # spoils all later ones, and nothing is saved before this check
             if not math.isfinite(loss + norm + record.get("val_loss", 0)):
                 raise FloatingPointError(
                     f"not finite: {record}; --resume would repeat this, so start "
@@ -671,7 +674,8 @@ def parse_args(argv=()):
     """The flags as a Config. ValueError or SystemExit if they are wrong."""
     p = argparse.ArgumentParser(prog="train.py", argument_default=argparse.SUPPRESS,
                                 usage="train.py [FLAGS]; --help lists them")
-    comments = dict(re.findall(r"(\w+): .*# (.*)", inspect.getsource(Config)))
+    source = inspect.getsource(Config)
+    comments = dict(re.findall(r"^    (\w+): .*# (.*)", source, re.M))
     for f in fields(Config):
         how = ({"action": argparse.BooleanOptionalAction} if f.type is bool
                else {"type": f.type})

@@ -44,7 +44,7 @@ def vocabulary(name):
 
 def encode(text, vocab_size):
     """The tokens of a text, a list."""
-    data = text.encode(errors="surrogateescape")        # of a prompt typed under LANG=C
+    data = text.encode(errors="surrogateescape")        # typed under LANG=C
     if vocab_size == 256:
         return list(data)
     return tiktoken.get_encoding("gpt2").encode_ordinary(data.decode(errors="replace"))
@@ -108,9 +108,9 @@ def standard_library():
 def prepare(name="python", root=ROOT, shards=1, url=FINEWEB):
     """Make a data set's files where they are missing -> Dataset.
 
-    name: "python", "shakespeare", "fineweb" or a text file. shards: so many shards of
-    FineWeb are downloaded. Training takes all that are in the folder. ValueError for
-    any other name, OSError for a download that failed."""
+    name: "python", "shakespeare", "fineweb" or a text file. shards: at least so many of
+    FineWeb are downloaded. train.py asks for one, and trains on all that are there.
+    ValueError for any other name, OSError for a failed download."""
     if name == "fineweb":
         folder = root / name
         for part in ["val_000000", *(f"train_{i:06d}" for i in range(1, shards + 1))]:
@@ -127,7 +127,7 @@ def prepare(name="python", root=ROOT, shards=1, url=FINEWEB):
         source = folder / "input.txt"
     elif Path(name).is_file():
         source = Path(name)
-        crc = zlib.crc32(source.read_bytes())   # other content, other data set
+        crc = zlib.crc32(source.read_bytes())   # an edited file is a new data set
         folder = root / f"{source.stem}-{crc:08x}"
     else:
         raise ValueError(f"no data set or file is called {name!r}: take python, "
