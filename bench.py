@@ -31,7 +31,6 @@ import argparse
 import collections
 import concurrent.futures
 import functools
-import importlib
 import json
 import math
 import os
@@ -215,6 +214,7 @@ for like in ("ufp4", "e2m1"):
 experiment("e2m1-tiles", "e2m1", (("w", "fprop"), ("w", "dgrad")), tiles=True)
 # A rotation without random signs
 experiment("ufp4-no-signs", "ufp4", signs=torch.ones(16))
+OURS = dict(RECIPES)                    # without those of a user's file
 
 class NoNorm(nn.RMSNorm):
     """Stands for a norm: times a constant, which nothing divides out again. With 7 a
@@ -403,7 +403,7 @@ class Job:
 
     def command(self, file):
         """The command line: the one place that knows how train.py is called."""
-        flags = ["--with", str(file)] if file else []
+        flags = ["--with", str(file or "")]             # "": none, as no resumed run's
         if train.checkpoints(self.folder):              # an earlier command was stopped
             flags += ["--resume", str(self.folder)]
         elif self.wave:
@@ -428,8 +428,6 @@ class Job:
         diverges is a result: None."""
         if self.result():
             return
-        if self.folder.exists() and not train.checkpoints(self.folder):
-            shutil.rmtree(self.folder)                  # what a stopped run has left
         env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
         done = subprocess.run(self.command(file), env=env, capture_output=True,
                               text=True)
@@ -839,23 +837,34 @@ def jobs_of(args):
 
 def add_recipes(file):
     """Import a user's file. Returns {recipe that it adds: a mark of its version}."""
-    before, code = dict(RECIPES), zlib.crc32(file.read_bytes())
-    sys.path.insert(0, str(file.resolve().parent))
-    sys.modules.pop(file.stem, None)            # in a notebook: read it anew
-    importlib.import_module(file.stem)
-    return {name: f"-{code:08x}" for name, recipe in RECIPES.items()
-            if recipe is not before.get(name)}
+    code = zlib.crc32(file.read_bytes())
+    train.import_file(file.resolve())
+    changed = [name for name in OURS if RECIPES[name] is not OURS[name]]
+    if changed:
+        raise ValueError(f"{file} changes the recipe {', '.join(changed)}, with which "
+                         "others are compared: add one by another name")
+    return {name: f"-{code:08x}" for name in RECIPES.keys() - OURS.keys()}
+
+# Flags of train.py that a study sets itself
+SET_BY_STUDY = {"--seed", "--recipe", "--model", "--out", "--resume", "--prompt",
+                "--sample", "--eval-interval", "--eval-windows", "--save-interval"}
 
 def bench_study(args):
     """Train what is not there yet; print and draw what the runs say."""
     if args.record and (args.train or args.file):
         raise ValueError("--record takes no --with and no flags of train.py")
+    taken = [text for text in args.train if text.split("=")[0] in SET_BY_STUDY]
+    if taken:
+        raise ValueError(f"a study sets {', '.join(taken)} itself")
     args.versions = add_recipes(args.file) if args.file else {}
-    # Quick runs and others, those with other flags and those without have folders of
-    # their own
-    quick = ["quick"] if "quick" in args.studies else []
-    label = re.sub(r"\W+", "-", " ".join(quick + args.train)).strip("-")
-    args.runs = OUT / (label or "runs")
+    # Quick runs and others, those with other flags, or another text, and those without
+    # have folders of their own
+    args.runs = OUT / ("quick" if "quick" in args.studies else "runs")
+    if args.train:
+        given = " ".join(args.train).encode()
+        given += b"".join(Path(text).read_bytes() for text in args.train
+                          if Path(text).is_file())
+        args.runs = args.runs.with_name(f"{args.runs.name}-{zlib.crc32(given):08x}")
     jobs = jobs_of(args)
     run_all(args, jobs)
     records = records_of(args, jobs)

@@ -26,7 +26,8 @@ if __name__ == "__main__":      # until training starts, Ctrl-C gives no traceba
     signal.signal(signal.SIGINT, lambda *_: sys.exit("train.py: interrupted"))
 
 import argparse
-import importlib
+import copy
+import importlib.util
 import inspect
 import json
 import math
@@ -38,7 +39,7 @@ import threading
 import time
 import warnings
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 # OpenMP's threads wait for each other in a busy loop. When another program is running,
@@ -317,6 +318,9 @@ class Config:
                      "save_interval", "log_interval"):
             value = getattr(self, name)
             require(value > 0, f"{flag(name)} must be above 0, not {value}")
+        for name in ("seed", "warmup", "clip", "final_lr_frac", "sample"):
+            value = getattr(self, name)
+            require(value >= 0, f"{flag(name)} must be at least 0, not {value}")
         require(self.warmup <= self.steps, "--warmup must be at most --steps")
         require(abs(self.keep_bf16) < self.layers,
                 "--keep-bf16 leaves no block to quantize")
@@ -350,15 +354,19 @@ class Config:
 def make_recipe(config):
     """The recipe, with what flags change. The random signs of the RHT follow from the
     seed, and are the same in all layers and steps."""
-    recipe = ufp4.lookup("recipe", config.recipe, ufp4.RECIPES)
-    changes = {}
+    recipe = copy.copy(ufp4.lookup("recipe", config.recipe, ufp4.RECIPES))
     for name in RECIPE_FIELDS:
         value = getattr(config, name)
-        if name in ("rht", "sr", "gemms") and value is not None:
+        if value is None:
+            continue
+        require(recipe.fmt, f"{flag(name)} changes nothing: {config.recipe} quantizes "
+                "nothing")
+        if name in ("rht", "sr", "gemms"):
             value = () if value == "none" else tuple(value.replace(" ", "").split(","))
-        if value is not None:
-            changes[name] = value
-    return replace(recipe, sign_seed=recipe.sign_seed + config.seed, **changes)
+        setattr(recipe, name, value)
+    recipe.sign_seed += config.seed
+    recipe.__post_init__()              # checks the fields, and makes the signs
+    return recipe
 
 # --- Data ----------------------------------------------------------------------------
 
@@ -673,6 +681,7 @@ def train(config):
 def parse_args(argv=()):
     """The flags as a Config. ValueError or SystemExit if they are wrong."""
     p = argparse.ArgumentParser(prog="train.py", argument_default=argparse.SUPPRESS,
+                                allow_abbrev=False,
                                 usage="train.py [FLAGS]; --help lists them")
     source = inspect.getsource(Config)
     comments = dict(re.findall(r"^    (\w+): .*# (.*)", source, re.M))
@@ -694,8 +703,7 @@ def parse_args(argv=()):
             path = checkpoints(path)[-1]
         require((path / ".metadata").exists(), f"--resume {path}: no such checkpoint")
         before = read_log(path.parent / "log.jsonl")[0]["settings"]
-        # With fewer layers DCP would silently load only these
-        for name in ("model", "layers"):
+        for name in ("model", "layers", "dim", "heads", "hidden", "experts", "top_k"):
             require(name not in typed or typed[name] == before[name],
                     f"{flag(name)} {typed.get(name)}: {path} has {before[name]}")
         before["out"], typed["resume"] = str(path.parent), str(path)
@@ -703,10 +711,18 @@ def parse_args(argv=()):
         before |= dict.fromkeys(RECIPE_FIELDS)
     given = before | typed      # flags win over the resumed run, and that over presets
     if given.get("with_"):
-        file = Path(given["with_"])
-        sys.path.insert(0, str(file.resolve().parent))
-        importlib.import_module(file.stem)
+        given["with_"] = str(Path(given["with_"]).resolve())
+        import_file(given["with_"])
     return configure(given)
+
+def import_file(path):
+    """Run a user's file, which adds to ufp4.RECIPES. It can import files beside it."""
+    sys.path.insert(0, str(Path(path).parent))
+    name = f"with_{Path(path).stem}"        # a name that no other module has
+    spec = importlib.util.spec_from_file_location(name, path)
+    require(spec, f"--with {path}: not a Python file")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
 
 def configure(given):
     """A Config with some fields given. What they leave out is the preset's."""
