@@ -1209,12 +1209,10 @@ def test_train_a_signal_stops_one_run_and_not_the_next(settings, monkeypatch, nu
     assert records(s.out)[-1]["step"] == 8
 
 def test_train_a_file_of_ones_own_adds_a_recipe(settings, tmp_path, monkeypatch):
-    """The run's log knows of it, so that a process that goes on has it. Its name may be
-    that of a module. What it sets on a recipe stays."""
+    """A process that goes on has it, too. Its name may be that of a module."""
     monkeypatch.setattr(ufp4, "RECIPES", dict(RECIPES))
-    (tmp_path / "random.py").write_text("import ufp4\n"
-        "ufp4.RECIPES['mine'] = ufp4.Recipe('mine', sr=('dy',))\n"
-        "ufp4.RECIPES['mine'].mark = 7\n")
+    (tmp_path / "random.py").write_text("import ufp4\nmine = ufp4.Recipe('mine')\n"
+                                        "mine.mark, ufp4.RECIPES['mine'] = 7, mine\n")
     s = settings("--with", str(tmp_path / "random.py"), "--recipe", "mine")
     assert train.make_recipe(s).mark == 7
     train.train(s)
@@ -1439,26 +1437,23 @@ def test_data_downloads_are_whole_and_made_once(tmp_path):
             self.asked.append(self.path)
             output.write(source.read(self.limit))
 
-    there, new = tmp_path / "there", tmp_path / "fineweb"
-    files = [f"fineweb_{name}.bin" for name in ("val_000000", "train_000001")]
-    for name in files:
-        prepare.write_tokens(there / name, np.arange(200_000) % 50257)
+    there, names = tmp_path / "there", ["val_000000", "train_000001"]
+    for name in names:
+        prepare.write_tokens(there / f"fineweb_{name}.bin", np.arange(200_000) % 50257)
     handler = functools.partial(Server, directory=there)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as httpd:
         threading.Thread(target=httpd.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{httpd.server_port}"
-        for name, why in ((files[0], "got only 150000 out of.*--data python"),
-                          ("gone.bin", "404.*put the file at")):
-            with pytest.raises(OSError, match=why):
-                prepare.download(f"{url}/{name}", new / name)
-        assert not list(new.iterdir())          # never half there under its name
+        with pytest.raises(OSError, match="got only 150000 out of.*--data python"):
+            prepare.prepare("fineweb", tmp_path, 1, url)
+        assert not list((tmp_path / "fineweb").iterdir())   # never half there
         Server.limit = None
         for _ in range(2):                      # the second time nothing is fetched
             d = prepare.prepare("fineweb", tmp_path, 1, url)
             assert len(Server.asked) == 1 + 2
         httpd.shutdown()
-    for path, name in zip(d.val + d.train, files, strict=True):
-        assert path.read_bytes() == (there / name).read_bytes()
+    for path in d.val + d.train:
+        assert path.read_bytes() == (there / path.name).read_bytes()
 
 # ---- bench.py ------------------------------------------------------------------------
 @pytest.mark.parametrize("name,wanted,like", [
@@ -1667,13 +1662,11 @@ def test_bench_a_job_that_fails_is_said_and_other_seeds_go_on(elsewhere, monkeyp
 
 def test_bench_new_runs_join_the_records(elsewhere):
     old = bench.read("runs")
-    run = next(r for r in old["runs"] if r["model"] == "nano" and r["row"] == "ufp4")
-    new = {"models": {}, "machines": [old["machines"][0]], "runs": [
-        {**run, "row": "new", "loss": run["bf16"] * 1.5}]}
-    bench.add_to_records(new)
-    found = bench.read("runs")
-    assert len(found["runs"]) == len(old["runs"]) + 1
-    assert bench.Results(found).errors["nano", "new"] == {run["seed"]: 0.5}
+    run = {**old["runs"][0], "row": "new", "loss": 1.5 * old["runs"][0]["bf16"]}
+    bench.add_to_records({"models": {}, "machines": old["machines"][:1], "runs": [run]})
+    found = bench.Results(bench.read("runs"))
+    assert found.errors[run["model"], "new"] == {run["seed"]: 0.5}
+    assert len(found.runs) == len(old["runs"]) + 1
 
 def test_bench_the_pages_and_figures_follow_from_the_records(elsewhere):
     for path in bench.RECORDS.glob("*.png"):
