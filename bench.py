@@ -693,12 +693,13 @@ def draw_causes(fig, results, model, rows):
             if other not in row:
                 ax.errorbar(100 * x, 100 * error, yerr=100 * (half or 0), lw=1,
                             color=color_of(row), **style)
-    line = line_of_doses(results, model)
+    line, title = line_of_doses(results, model), f"{model}: what raises the loss?"
     if line and set(DOSES) <= set(rows):
+        title += " Small squares: doses"
         noises = [fprop[row][1] for row in DOSES]
         left.plot([100 * noise for noise in noises],
                   [100 * results.contrast(line(noise))[0] for noise in noises], lw=1)
-    fig.suptitle(f"{model}: what raises the loss? Small squares: doses")
+    fig.suptitle(title)
     fig.legend(*left.get_legend_handles_labels(), loc="outside right center")
     left.set(xlabel="noise of fprop: error power, % of the outputs'",
              ylabel="loss error above BF16, %")
@@ -763,7 +764,12 @@ def draw_two_by_two(fig, results, model):
         ax.annotate(fmt.upper(), (0.7, 0.3 * means[0] + 0.7 * means[1]), color=color,
                     xytext=(-9 if rises else 9, 8), ha="right" if rises else "left",
                     **at)
-    fig.suptitle("Training: loss error by grid and rotation")
+    (e2m1, e2m1_rht), (e1m2, e1m2_rht) = ([mean for mean, _ in of]
+                                          for of in found.values())
+    fig.suptitle("Training: loss error\nby grid and rotation")
+    if e1m2_rht < e2m1 < min(e2m1_rht, e1m2):
+        fig.suptitle("Training: neither uniform grid nor\n"
+                     "rotation helps alone; the pair does")
     ax.set(xticks=(0, 1), xlim=(-0.55, 1.5),
            xticklabels=("RHT on\nwgrad alone", "RHT on\nall three GEMMs"),
            ylabel="loss error above BF16, %" + "; 95% intervals" * bool(halves[0]))
