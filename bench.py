@@ -713,6 +713,7 @@ def draw_hero(fig, results):
     draw_two_by_two(right, results, "dense-0.3m")
 
 GRIDS = {"e2m1": "float grid", "e1m2": "uniform grid"}
+
 def draw_sixteen(fig):
     """A row of panels for the block before the RHT and one after it, a column for each
     grid. A number is a dot, with a line to the level that it is rounded to."""

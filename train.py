@@ -271,7 +271,7 @@ class Config:
     """Each field is a flag: batch_size is --batch-size. The comment beside it is its
     text in --help."""
     recipe: str = "ufp4"            # how layers multiply, see RECIPES in ufp4.py
-    model: str = "small" if GPU else "nano"     # sizes and schedule, see PRESETS
+    model: str = "small" if GPU else "nano"     # nano, nano-moe, small or small-moe
     data: str = "python"            # python, shakespeare, fineweb or a text file
     out: str = None                 # the run's folder (default: out/MODEL-RECIPE-sSEED)
     resume: str = None              # a run's folder or checkpoint; no value means --out
@@ -342,8 +342,9 @@ class Config:
             raise ValueError(f"--device {self.device}: {str(e).splitlines()[0]}") from e
         if self.dtype is None:
             self.dtype = "bfloat16" if hardware(self.device)[1] else "float32"
+        # Torch compiles its product of experts, grouped_mm, in bfloat16 alone
         require(self.dtype == "bfloat16" or not (self.compile and self.experts),
-                "--compile of experts needs --dtype bfloat16")  # for torch's grouped_mm
+                "--compile of experts needs --dtype bfloat16")
         if self.out is None:
             self.out = f"out/{self.model}-{self.recipe}"
             for name in ("keep_bf16", *RECIPE_FIELDS):
@@ -479,9 +480,8 @@ def claim(config, data_version):
     except (ImportError, OSError):      # Windows and some network disks have no locks
         pass
     # A new run and a branch need a folder without checkpoints. A run goes on in its own
-    # folder, from the newest checkpoint there
+    # folder, from the newest checkpoint there. (config.resume is a checkpoint by now)
     saved = checkpoints(out)
-    # (parse_args has made a checkpoint of --resume)
     goes_on = bool(saved and config.resume) and saved[-1].samefile(config.resume)
     require(goes_on or not saved, f"{out} holds a run: --resume {out} goes on with it, "
             "--out with a new folder begins another")

@@ -44,7 +44,8 @@ def vocabulary(name):
 
 def encode(text, vocab_size):
     """The tokens of a text, a list."""
-    data = text.encode(errors="surrogateescape")        # typed under LANG=C
+    # A prompt that is typed under LANG=C has surrogates for what is not ASCII
+    data = text.encode(errors="surrogateescape")
     if vocab_size == 256:
         return list(data)
     return tiktoken.get_encoding("gpt2").encode_ordinary(data.decode(errors="replace"))
