@@ -3,6 +3,7 @@
     python bench.py study quick     the paper's finding on a laptop (5 min)
     python bench.py study loss      formats and scales: how much recipes raise the loss
     python bench.py study scaling   by size, 20 bytes of text per parameter
+    python bench.py study small     the finding at 26M parameters, for a GPU
     python bench.py study length    by the length of the text
     python bench.py study depth     by depth: does shrinkage compound?
     python bench.py study dose      noise and shrinkage in doses: which raises the loss?
@@ -234,6 +235,7 @@ def sized(preset, layers, dim, heads, hidden, steps):
 
 # By kind, and by how many parameters a token uses. They read 20 bytes per parameter
 MODELS = {"nano": ["--model", "nano"],
+          "small": "--model small --steps 1500 --compile".split(),
           "dense-0.1m": sized("nano", 2, 64, 2, 176, 1303),
           "dense-0.3m": sized("nano", 2, 96, 3, 256, 2645),
           "dense-0.9m": sized("nano", 4, 128, 4, 352, 8491),
@@ -314,6 +316,7 @@ BEYOND = "beyond the line, %"       # a last column that beyond_line() computes
 
 STUDIES = {
     "quick": Study(("nano",), {"ufp4": sum(TWO_BY_TWO.values(), ())}),
+    "small": Study(("small",), {"ufp4": sum(TWO_BY_TWO.values(), ())}),
     "loss": Study(("dense-0.3m",), {
         "ufp4": ("ufp4", "ufp4-rht-wgrad", "e2m1", "e2m1-full-rht"),
         "nvfp4": ("nvfp4", "ufp4-e4m3"),
@@ -577,7 +580,8 @@ def tables_of(results, studies=STUDIES, rows=None):
             study = replace(study, groups={"ufp4": rows}, last="")
         make = rows_table if len(study.models) == 1 else models_table
         tables[name] = make(results, study)
-    for name, model in (("two-by-two", "dense-0.3m"), ("two-by-two-nano", "nano")):
+    for name, model in (("two-by-two", "dense-0.3m"), ("two-by-two-nano", "nano"),
+                        ("two-by-two-small", "small")):
         if all((model, row) in results.errors for row in STUDIES["quick"].rows):
             tables[name] = two_by_two_table(results, model)
     return {name: table for name, table in tables.items() if len(table) > 1}
