@@ -581,7 +581,7 @@ def tables_of(results, studies=STUDIES, rows=None):
         make = rows_table if len(study.models) == 1 else models_table
         tables[name] = make(results, study)
     for name, model in (("two-by-two", "dense-0.3m"), ("two-by-two-nano", "nano"),
-                        ("two-by-two-small", "small")):
+                        ("two-by-two-small", "small-training")):
         if all((model, row) in results.errors for row in STUDIES["quick"].rows):
             tables[name] = two_by_two_table(results, model)
     return {name: table for name, table in tables.items() if len(table) > 1}
