@@ -43,7 +43,6 @@ import subprocess
 import sys
 import time
 import types
-import warnings
 import zlib
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -52,6 +51,7 @@ import train                        # before torch: it sets how CPU threads wait
 
 import numpy as np
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from tqdm import tqdm
 
@@ -400,7 +400,7 @@ class Job:
         windows = (len(read_tokens(prepare(s.data).val[0])) - 1) // s.seq_len
         if "quick" in args.studies:
             windows = max(1, windows // 4)
-        self.flags = [*f"--sample 0 --eval-interval 1000000 --eval-windows {windows} "
+        self.flags = [*f"--eval-interval 1000000 --eval-windows {windows} "
                       f"--save-interval {save_at} --out".split(), str(self.folder),
                       *flags]
 
@@ -843,7 +843,7 @@ def add_recipes(file):
 
 # Flags of train.py that a study sets itself
 SET_BY_STUDY = {"--seed", "--recipe", "--model", "--out", "--resume", "--prompt",
-                "--sample", "--eval-interval", "--eval-windows", "--save-interval"}
+                "--eval-interval", "--eval-windows", "--save-interval"}
 
 def bench_study(args):
     """Train what is not there yet; print and draw what the runs say."""
@@ -941,7 +941,7 @@ def bench_sqnr(args):
     """Of the last checkpoint of the run of train.py in args.dir."""
     s = train.parse_args(["--resume", str(args.dir)])
     model = train.GPT(s, train.make_recipe(s), vocabulary(s.data))
-    train.load(s.resume, {"model": model.state_dict()})
+    dcp.load({"model": model.state_dict()}, checkpoint_id=s.resume)
     shards, _, _ = train.load_data(s)
     batch, layers = train.get_batch(shards, s, s.steps), collections.defaultdict(list)
     for name, tensors in capture(model.to(s.device), *batch).items():
@@ -1274,8 +1274,6 @@ def bench_train(args):
     train.main(args.train)
 
 def main(argv=None):
-    # DCP warns of this where there is one process, which is fine
-    warnings.filterwarnings("ignore", "torch.distributed is disabled")
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)

@@ -912,7 +912,7 @@ def test_kernels_their_check_catches_what_is_broken(name, broken, where, monkeyp
 # ---- train.py ------------------------------------------------------------------------
 TINY = ("--layers 2 --dim 32 --heads 2 --hidden 32 --seq-len 32 --batch-size 4 "
         "--steps 8 --warmup 2 --eval-interval 4 --eval-windows 3 --save-interval 2 "
-        "--log-interval 1 --sample 0 --device cpu --dtype float32").split()
+        "--log-interval 1 --device cpu --dtype float32").split()
 MOE = ["--experts", "3", "--top-k", "2"]
 
 @pytest.fixture
@@ -953,9 +953,12 @@ def records(out):
             for line in train.read_log(Path(out) / "log.jsonl")[1:]]
 
 def said(capsys, code, run, *args):
-    """What train.py says when it stops with that exit code."""
+    """What train.py says when it stops with that exit code. (Of a SystemExit with a
+    text, Python prints the text, and exits with 1.)"""
     with pytest.raises(SystemExit) as stopped:
         run(*args)
+    if code == 1:
+        return stopped.value.code
     assert stopped.value.code == code
     return capsys.readouterr().err
 
@@ -969,8 +972,7 @@ def refused(*argv):
     ["--recipe", "ufp4"], ["--recipe", "bf16", *MOE],
     ["--recipe", "nvfp4", "--sr", "x,dy", "--keep-bf16", "1", *MOE]])
 def test_train_a_run_learns_logs_and_repeats(settings, flags):
-    s = settings(*flags, "--steps", "14", "--lr", "2e-2", "--sample", "8",
-                 "--eval-interval", "7")
+    s = settings(*flags, *"--steps 14 --lr 2e-2 --eval-interval 7".split())
     loss = train.train(s)
     lines, kept = records(s.out), weights(s.out)
     assert [line["step"] for line in lines] == list(range(1, 15))
@@ -1135,8 +1137,9 @@ def test_train_a_branch_is_another_run_in_another_folder(settings, text, tmp_pat
     assert train.read_log(tmp_path / "out/same/log.jsonl")[0]["start"] == 6
     for changed in ["--lr", "0.5"], ["--recipe", "ufp4"], ["--steps", "9"]:
         assert "would change" in refused("--resume", str(run), *changed)
-    plain = train.parse_args(["--out", str(run), "--resume"])   # without a path
-    assert plain.resume == str(train.checkpoints(run)[-1])
+    for plain in ["--resume"], ["--prompt", "x"]:       # without a path
+        s = train.parse_args(["--out", str(run), *plain])
+        assert s.resume == str(train.checkpoints(run)[-1])
     assert "holds a run" in refused("--resume", start)          # not the last
     assert "no such checkpoint" in refused("--resume", start[:-1] + "7")
     assert "is at step 6" in refused(*flags("new", "--steps", "6"))
@@ -1171,9 +1174,8 @@ def test_train_a_damaged_file_is_named(settings, tmp_path, capsys):
     data, metadata = newer / "__0_0.distcp", newer / ".metadata"
     log, val = Path(s.out) / "log.jsonl", next((tmp_path / "data").rglob("val.bin"))
     for path, content, why in (
-            (data, data.read_bytes()[:1000], f"can't load {newer}: .*damaged"),
-            (metadata, b"", f"can't load {newer}: "),
-            (metadata, metadata.read_bytes()[:500], f"can't load {newer}: "),
+            (data, data.read_bytes()[:1000], f"can't read {newer}"),
+            (metadata, b"", f"can't read {newer}"),
             *((log, content, f"{log} is damaged")
               for content in (b"", b"\xff", b'{"step": 1}\n')),
             (val, b"", f"{val} is damaged")):
@@ -1185,13 +1187,6 @@ def test_train_a_damaged_file_is_named(settings, tmp_path, capsys):
     metadata.unlink()                               # as if killed in the midst of it
     train.train(train.parse_args(resume))
     assert saved(s.out) == [6, 8]
-    # A checkpoint that can't be saved is not one that is damaged
-    branch = Path(s.out).with_name("branch")
-    (branch / "ckpt-0000010").mkdir(parents=True)
-    (branch / "ckpt-0000010/__0_0.distcp").mkdir()
-    longer = [*resume, "--steps", "10", "--out", str(branch)]
-    error = said(capsys, 1, train.main, longer)
-    assert "can't save a checkpoint: " in error and "delete it" not in error
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_train_a_signal_stops_one_run_and_not_the_next(settings, monkeypatch, number):
@@ -1277,7 +1272,7 @@ def test_train_bad_input_is_one_clear_sentence(text, capsys, tmp_path, flags, me
     argv = [*TINY, *f"--data {text} --out {tmp_path}/run {flags}".split()]
     error = said(capsys, 1, train.main, argv)
     assert error.startswith("train.py: ") and message in error
-    assert error.count("\n") == 1
+    assert "\n" not in error
 
 # ---- train.py in processes of its own ------------------------------------------------
 CHANGED = """

@@ -14,10 +14,9 @@ computed, the run is a branch and needs another folder:
     python train.py --resume out/nano-bf16-s0/ckpt-0000700 --recipe ufp4 --out out/new
 
 A recipe (see ufp4.py) says how the linear layers inside the transformer's blocks do
-their matrix products. Nothing else is quantized, and under the recipe bf16 nothing at
-all. Products are computed in BF16, or on hardware without it in float32 (--dtype), also
-those of the recipe bf16. Weights, optimizer, residual stream, loss and router are
-always in float32.
+their matrix products. Products are computed in BF16, or on hardware without it in
+float32 (--dtype), also those of the recipe bf16. Weights, optimizer, residual stream,
+loss and router are always in float32.
 """
 import signal
 import sys
@@ -63,8 +62,10 @@ from data.prepare import decode, encode, prepare, read_tokens, vocabulary
 # Under torchrun several processes train one model. FSDP2 shards it: each keeps a part
 # of each weight, of its gradient and of its optimizer state. Before a block runs, FSDP2
 # gathers its whole weights in float32, so they are quantized as in a single process.
-# Each process computes, and quantizes, its share of the batch. So N processes match one
-# process with --grad-accum N, except for random bits and the order of sums.
+# N processes match one with --grad-accum N, but for random bits and the order of sums.
+
+# DCP warns where there is one process, which is fine
+warnings.filterwarnings("ignore", "torch.distributed is disabled")
 
 GPU = torch.cuda.is_available()
 RANK = int(os.environ.get("RANK", 0))           # this process's number, from torchrun
@@ -79,8 +80,7 @@ def all_sum(t):
 def say(text):
     """Print, from one process, above the progress bar."""
     if RANK == 0:
-        with tqdm.external_write_mode():
-            print(text)
+        tqdm.write(text)
 
 def require(condition, message):
     """ValueError for a mistake of the user. main() prints the message alone."""
@@ -237,9 +237,9 @@ class GPT(nn.Module):
 # --- Settings ------------------------------------------------------------------------
 
 NANO = dict(layers=4, dim=128, heads=4, hidden=352, experts=0, top_k=0, seq_len=256,
-            batch_size=8, steps=800, lr=3e-3, warmup=80)
+            batch_size=8, steps=800, lr=3e-3)
 SMALL = dict(layers=8, dim=512, heads=8, hidden=1408, experts=0, top_k=0, seq_len=1024,
-             batch_size=32, steps=2000, lr=1e-3, warmup=200)
+             batch_size=32, steps=2000, lr=1e-3)
 PRESETS = {
     "nano": NANO,
     "nano-moe": dict(NANO, hidden=96, experts=16, top_k=3),
@@ -247,9 +247,8 @@ PRESETS = {
     "small-moe": dict(SMALL, hidden=352, experts=32, top_k=3)}
 
 RECIPE_FIELDS = ("fmt", "scale", "rht", "sr", "gemms", "rht_block")
-# --resume may change these in the same folder. They don't change what is computed, but
-# for random bits and the order of sums (device, compile, grad_accum). The change is for
-# this start alone: the next --resume begins with the first settings again
+# --resume may change these in the same folder, for this start alone. They don't change
+# what is computed, but for random bits and the order of sums
 MAY_CHANGE = {"out", "resume", "prompt", "with_", "device", "compile", "grad_accum",
               "eval_interval", "save_interval", "log_interval", "sample"}
 
@@ -283,6 +282,7 @@ class Config:
     dtype: str = None               # of products (default: bfloat16 if hardware has it)
     compile: bool = False           # torch.compile blocks
     grad_accum: int = 1             # parts of a step's batch, to save memory
+    warmup: int = None              # steps (default: a tenth of the preset's)
     final_lr_frac: float = 0.1      # final learning rate, as a fraction of the peak
     weight_decay: float = 0.1       # of matrices, by AdamW
     clip: float = 1.0               # largest gradient norm; 0 does not clip
@@ -290,7 +290,7 @@ class Config:
     eval_windows: int = 128         # validation windows of SEQ_LEN tokens
     save_interval: int = 100        # steps between checkpoints
     log_interval: int = 10          # steps between lines of the log
-    sample: int = 200               # tokens of text to print at the end
+    sample: int = 200               # tokens by which to continue --prompt
     # The preset gives these, unless a flag does
     layers: int = None              # number of blocks
     dim: int = None                 # width of the residual stream
@@ -302,7 +302,6 @@ class Config:
     batch_size: int = None          # sequences in a step, of all processes and parts
     steps: int = None               # steps in all
     lr: float = None                # peak learning rate
-    warmup: int = None              # steps (default: the preset's, at most a fifth)
     # And the recipe these
     fmt: str = None                 # format of the numbers: e2m1, e1m2 or int4
     scale: str = None               # format of the scales: fp32, e4m3 or e8m0
@@ -312,7 +311,13 @@ class Config:
     rht_block: int = None           # size of the Hadamard matrix: 16, 32, 64, ...
 
     def __post_init__(self):
-        """Check, and fill in what the hardware decides and the folder's name."""
+        """Check, and fill in what was not given."""
+        preset = ufp4.lookup("model", self.model, PRESETS)
+        for name, value in preset.items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+        if self.warmup is None:         # at most a fifth of --steps
+            self.warmup = min(preset["steps"] // 10, self.steps // 5)
         for name in ("steps", "layers", "dim", "heads", "hidden", "seq_len",
                      "batch_size", "grad_accum", "eval_windows", "eval_interval",
                      "save_interval", "log_interval"):
@@ -321,7 +326,6 @@ class Config:
         for name in ("seed", "warmup", "clip", "final_lr_frac", "sample"):
             value = getattr(self, name)
             require(value >= 0, f"{flag(name)} must be at least 0, not {value}")
-        require(self.warmup <= self.steps, "--warmup must be at most --steps")
         require(abs(self.keep_bf16) < self.layers,
                 "--keep-bf16 leaves no block to quantize")
         require(self.dim % (2 * self.heads) == 0,
@@ -346,11 +350,7 @@ class Config:
         require(self.dtype == "bfloat16" or not (self.compile and self.experts),
                 "--compile of experts needs --dtype bfloat16")
         if self.out is None:
-            self.out = f"out/{self.model}-{self.recipe}"
-            for name in ("keep_bf16", *RECIPE_FIELDS):
-                if getattr(self, name) != getattr(Config, name):    # not the default
-                    self.out += f"-{name}.{getattr(self, name)}"
-            self.out += f"-s{self.seed}"
+            self.out = f"out/{self.model}-{self.recipe}-s{self.seed}"
 
 def make_recipe(config):
     """The recipe, with what flags change. The random signs of the RHT follow from the
@@ -419,9 +419,7 @@ def validate(model, val, config):
     batches = [starts[i:i + size] for i in range(0, len(starts), size)]
     model.eval()
     torch.manual_seed(config.seed)      # for --sr x, which rounds X in fprop randomly
-    losses = []
-    for batch in tqdm(batches, "validating", leave=False, disable=RANK > 0):
-        losses.append(model(*windows(val, batch, config)) * len(batch))
+    losses = [model(*windows(val, batch, config)) * len(batch) for batch in batches]
     loss = all_sum(torch.stack(losses).sum()).item() / config.eval_windows
     layers = ufp4.noise(model, windows(val, batches[0], config)[0])
     model.train()
@@ -429,19 +427,6 @@ def validate(model, val, config):
     if layers:
         found["noise"], found["slope"] = np.mean([*layers.values()], 0).tolist()
     return found
-
-@torch.no_grad()
-def sample(model, prompt, config, vocab_size):
-    """Continue the prompt, a list of tokens, by --sample tokens. Returns both as
-    text."""
-    model.eval()
-    torch.manual_seed(config.seed)                      # all processes draw the same
-    tokens = torch.tensor([prompt], device=config.device)               # (1, T)
-    for _ in tqdm(range(config.sample), "sampling", leave=False, disable=RANK > 0):
-        logits = model(tokens[:, -config.seq_len:])[:, -1].float()      # (1, V)
-        p = torch.softmax(logits / 0.8, -1)             # at temperature 0.8
-        tokens = torch.cat((tokens, torch.multinomial(p, 1)), 1)
-    return decode(tokens[0].tolist(), vocab_size)
 
 # --- A run's folder ------------------------------------------------------------------
 # Checkpoints are folders, ckpt-STEP, of torch.distributed.checkpoint (DCP).
@@ -501,8 +486,7 @@ def claim(config, data_version):
 
 def state_of(model, optimizer, step=0):
     """What a checkpoint holds, as a dict. Its tensors are the live ones of model and
-    optimizer. DCP loads into them, so nothing has to be copied afterwards.
-    (get_state_dict also makes AdamW's moments, if there was no step yet.)"""
+    optimizer, so that DCP can load into them."""
     weights, moments = get_state_dict(model, optimizer)
     return {"model": weights, "optimizer": moments, "step": step}
 
@@ -513,16 +497,6 @@ def save(config, step, model, optimizer):
     if RANK == 0:
         for path in set(out.glob("ckpt-[0-9]*")) - set(checkpoints(out)[-2:]):
             shutil.rmtree(path)
-
-def load(path, state):
-    """Read a checkpoint into the tensors of `state`, and set state["step"]. ValueError
-    if that fails."""
-    try:
-        dcp.load(state, checkpoint_id=path)
-    except dcp.CheckpointException as e:
-        error, _ = next(iter(e.failures.values()))
-        raise ValueError(f"can't load {path}: {error!r}; if it is damaged, delete it, "
-                         "and --resume takes the one before") from e
 
 def log(config, record):
     """Append a dict to the log, as a line."""
@@ -583,19 +557,17 @@ def signals_caught():
 def train(config):
     """Train from the start or from a checkpoint to the last step. Returns the last
     validation loss, or None if no step was left."""
-    recipe, vocab_size = make_recipe(config), vocabulary(config.data)
-    # The model comes before a download, so that wrong sizes fail at once
-    model, optimizer = build(config, recipe, vocab_size)
+    recipe = make_recipe(config)
+    model, optimizer = build(config, recipe, vocabulary(config.data))
     shards, val, data_version = load_data(config)
     lock = claim(config, data_version) if RANK == 0 else None   # held while it is open
     start, val_loss = 0, None
     if config.resume:
         state = state_of(model, optimizer)
-        load(config.resume, state)
+        dcp.load(state, checkpoint_id=config.resume)    # it also sets state["step"]
         start = state["step"]
-        branch = Path(config.resume).parent != Path(config.out)
-        # A finished run may be resumed: it prints a sample
-        require(start < config.steps or not branch,
+        own = Path(config.resume).parent == Path(config.out)
+        require(own or start < config.steps,
                 f"{config.resume} is at step {start}: a branch needs more --steps")
     name = hardware(config.device)[0]
     log(config, {"settings": vars(config), "data_version": data_version,
@@ -670,19 +642,33 @@ def train(config):
             # Validating and saving do not count in the next tokens/s
             last_logged, clock = done, time.perf_counter()
 
-    say("to compare runs: python bench.py runs")
-    if config.sample:
-        text = sample(model, val[:32].tolist(), config, vocab_size)
-        say(f"--- sample\n{text}\n---")
+    say(f"to continue a text: --resume {config.out} --prompt TEXT; to compare runs: "
+        "python bench.py runs")
     return val_loss
+
+@torch.no_grad()
+def sample(config):
+    """--prompt: continue the text by --sample tokens, and print both."""
+    vocab_size = vocabulary(config.data)
+    config.compile = False              # would take longer than the text
+    model, _ = build(config, make_recipe(config), vocab_size)
+    dcp.load({"model": model.state_dict()}, checkpoint_id=config.resume)
+    model.eval()
+    torch.manual_seed(config.seed)                      # all processes draw the same
+    tokens = encode(config.prompt or "\n", vocab_size)
+    tokens = torch.tensor([tokens], device=config.device)               # (1, T)
+    for _ in range(config.sample):
+        logits = model(tokens[:, -config.seq_len:])[:, -1].float()      # (1, V)
+        p = torch.softmax(logits / 0.8, -1)             # at temperature 0.8
+        tokens = torch.cat((tokens, torch.multinomial(p, 1)), 1)
+    say(decode(tokens[0].tolist(), vocab_size))
 
 # --- The command ---------------------------------------------------------------------
 
 def parse_args(argv=()):
     """The flags as a Config. ValueError or SystemExit if they are wrong."""
     p = argparse.ArgumentParser(prog="train.py", argument_default=argparse.SUPPRESS,
-                                allow_abbrev=False,
-                                usage="train.py [FLAGS]; --help lists them")
+                                allow_abbrev=False, usage="train.py [FLAGS]")
     source = inspect.getsource(Config)
     comments = dict(re.findall(r"^    (\w+): .*# (.*)", source, re.M))
     for f in fields(Config):
@@ -693,27 +679,23 @@ def parse_args(argv=()):
         elif f.default is not None:
             comments[f.name] += f" (default: {f.default})"
         p.add_argument(flag(f.name), dest=f.name, help=comments[f.name], **how)
-    typed, before = vars(p.parse_args(argv)), {}
-    require("resume" in typed or "prompt" not in typed,
-            "--prompt needs a model: add --resume RUN")
-    if "resume" in typed:
-        path = Path(typed["resume"]
-                    or configure(typed | {"resume": None, "prompt": None}).out)
+    given = vars(p.parse_args(argv))
+    if "resume" in given or "prompt" in given:
+        path = Path(given.get("resume") or Config(**given).out)
         if checkpoints(path):                           # it is a run's folder
             path = checkpoints(path)[-1]
         require((path / ".metadata").exists(), f"--resume {path}: no such checkpoint")
         before = read_log(path.parent / "log.jsonl")[0]["settings"]
         for name in ("model", "layers", "dim", "heads", "hidden", "experts", "top_k"):
-            require(name not in typed or typed[name] == before[name],
-                    f"{flag(name)} {typed.get(name)}: {path} has {before[name]}")
-        before["out"], typed["resume"] = str(path.parent), str(path)
-    if "recipe" in typed:       # a new recipe drops the old run's --fmt, --rht, ...
-        before |= dict.fromkeys(RECIPE_FIELDS)
-    given = before | typed      # flags win over the resumed run, and that over presets
+            require(name not in given or given[name] == before[name],
+                    f"{flag(name)} {given.get(name)}: {path} has {before[name]}")
+        if "recipe" in given:   # a new recipe drops the old run's --fmt, --rht, ...
+            before |= dict.fromkeys(RECIPE_FIELDS)
+        given = before | {"out": str(path.parent)} | given | {"resume": str(path)}
     if given.get("with_"):
         given["with_"] = str(Path(given["with_"]).resolve())
         import_file(given["with_"])
-    return configure(given)
+    return Config(**given)
 
 def import_file(path):
     """Run a user's file, which adds to ufp4.RECIPES. It can import files beside it."""
@@ -724,54 +706,26 @@ def import_file(path):
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
 
-def configure(given):
-    """A Config with some fields given. What they leave out is the preset's."""
-    preset = ufp4.lookup("model", given.get("model", Config.model), PRESETS)
-    settings = preset | given
-    if "warmup" not in given:
-        settings["warmup"] = min(preset["warmup"], settings["steps"] // 5)
-    return Config(**settings)
-
-def continue_text(config):
-    """--prompt: print the text and the model's continuation."""
-    vocab_size = vocabulary(config.data)
-    config.compile = False              # would take longer than the text
-    model, _ = build(config, make_recipe(config), vocab_size)
-    load(config.resume, {"model": model.state_dict()})
-    prompt = encode(config.prompt or "\n", vocab_size)
-    say(sample(model, prompt, config, vocab_size))
-
-def stop(message, code=1):
-    """End the process with a sentence."""
-    report = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if report:          # torchrun prints this below its own messages
-        Path(report).write_text(json.dumps({"message": f"train.py: {message}",
-                                            "timestamp": int(time.time())}))
-    else:
-        print(f"train.py: {message}", file=sys.stderr)
-    sys.exit(code)
-
 def main(argv=()):
     """The command. In a notebook: train.main(["--recipe", "ufp4"])."""
     if hasattr(sys.stdout, "reconfigure"):      # what a terminal can't show becomes "?"
         sys.stdout.reconfigure(errors="replace")
-    # DCP warns of this where there is one process, which is fine
-    warnings.filterwarnings("ignore", "torch.distributed is disabled")
     try:
         config = parse_args(argv)
         if WORLD > 1:
             dist.init_process_group()       # gloo for CPU tensors, NCCL for a GPU's
-        train(config) if config.prompt is None else continue_text(config)
+        train(config) if config.prompt is None else sample(config)
         if WORLD > 1:
             dist.destroy_process_group()
     except FloatingPointError as e:
-        stop(e, 3)                          # bench.py recognizes this code
-    except dcp.CheckpointException as e:
+        print(f"train.py: {e}", file=sys.stderr)
+        sys.exit(3)                         # bench.py recognizes this code
+    except dcp.CheckpointException as e:    # a damaged file, a full disk
         error, _ = next(iter(e.failures.values()))
-        stop(f"can't save a checkpoint: {error!r}; --resume {config.out} goes on from "
-             "the one before")
+        sys.exit(f"train.py: can't read {config.resume}, or write to {config.out}: "
+                 f"{error!r}")
     except (ValueError, OSError, ImportError, KeyboardInterrupt) as e:
-        stop(str(e) or "interrupted")
+        sys.exit(f"train.py: {str(e) or 'interrupted'}")
 
 if __name__ == "__main__":
     # A file of --with may `import train`: it gets this module, not a second copy
