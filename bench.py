@@ -14,7 +14,7 @@
     python bench.py study repair    what lowers the loss error most
     python bench.py sqnr DIR    which grid suits the tensors of a run, and the RHT
     python bench.py cpu         what emulation takes on this CPU (4 min)
-    python bench.py dispatch    what the kernels compile to on GPUs not here (5 min)
+    python bench.py dispatch    what the kernels compile to on GPUs not here (2 min)
     python bench.py kernels     their speed on this GPU, against copying and cuBLAS
     python bench.py runs        your own runs of train.py, as a table and as curves
     python bench.py train       train.py with the recipes below besides its own
@@ -126,6 +126,10 @@ def text(measured, digits=2):
     cell = f"{round(100 * mean, digits) + 0.0:.{digits}f}"      # + 0.0: not "-0.00"
     return cell if half is None else f"{cell} ± {100 * half:.{digits}f}"
 
+def last_line(said):
+    """The last line that a process has said. A progress bar ends its line with \\r."""
+    return (said.strip().splitlines() or ["it died without a word"])[-1]
+
 def figure(path, size, draw, *given):
     """draw(fig, *given) on a figure of (width, height) inches, into a file."""
     import matplotlib
@@ -233,27 +237,23 @@ def sized(preset, layers, dim, heads, hidden, steps):
     return (f"--model {preset} --layers {layers} --dim {dim} --heads {heads} "
             f"--hidden {hidden} --steps {steps} --lr {lr:.3g}").split()
 
-# By kind, and by how many parameters a token uses. They read 20 bytes per parameter
+# By kind, and by how many parameters a token uses. They read 20 bytes per parameter,
+# or as many as stand at the end of the name
 MODELS = {"nano": ["--model", "nano"],
           "small": "--model small --steps 1500 --compile".split(),
           "dense-0.1m": sized("nano", 2, 64, 2, 176, 1303),
           "dense-0.3m": sized("nano", 2, 96, 3, 256, 2645),
+          "dense-0.3m-2": sized("nano", 2, 96, 3, 256, 264),
+          "dense-0.3m-6": sized("nano", 2, 96, 3, 256, 793),
+          "dense-0.3m-60": sized("nano", 2, 96, 3, 256, 7934),
           "dense-0.9m": sized("nano", 4, 128, 4, 352, 8491),
           "moe-0.3m": sized("nano-moe", 2, 96, 3, 64, 2675),
           "no-norms-0.3m": sized("no-norms", 2, 96, 3, 256, 2645),
           "all-128": sized("nano", 2, 128, 4, 384, 800)}    # multiples of 128
 train.PRESETS["no-norms"] = train.NANO
-SCALING = {name: name for name in ("dense-0.1m", "dense-0.3m", "dense-0.9m",
-                                   "moe-0.3m")}
-# {model: bytes per parameter}
-LENGTHS = {"dense-0.3m-2": 2, "dense-0.3m-6": 6, "dense-0.3m": 20, "dense-0.3m-60": 60}
-MODELS["dense-0.3m-2"] = sized("nano", 2, 96, 3, 256, 264)
-MODELS["dense-0.3m-6"] = sized("nano", 2, 96, 3, 256, 793)
-MODELS["dense-0.3m-60"] = sized("nano", 2, 96, 3, 256, 7934)
-# {model: blocks}. All read the same text
-DEPTHS = {f"depth-{blocks}": blocks for blocks in (2, 4, 8, 16, 32)}
-for name, blocks in DEPTHS.items():
-    MODELS[name] = sized("nano", blocks, 64, 2, 176, 800)
+DEPTHS = (2, 4, 8, 16, 32)          # blocks. All read the same text
+MODELS |= {f"depth-{n}": sized("nano", n, 64, 2, 176, 800) for n in DEPTHS}
+SCALING = ("dense-0.1m", "dense-0.3m", "dense-0.9m", "moe-0.3m")
 
 # What train.py is told for a row of a table. A recipe's own name needs nothing here
 ROWS = {f"{recipe}-{field}-{value.replace(',', '-')}":
@@ -264,28 +264,17 @@ ROWS = {f"{recipe}-{field}-{value.replace(',', '-')}":
             ("ufp4", "sr", "none", "x,dy", "x,w,dy"), ("e2m1", "sr", "none"),
             ("ufp4", "rht-block", "32", "64", "128")) for value in values}
 
-# What might lower a recipe's loss error, and what share of the GEMMs' work it leaves in
-# 4 bits, in a run that begins in 4 bits. A late change is made for the last sixth
-REPAIRS = {"fprop-bf16": ("--gemms dgrad,wgrad", "2/3"),
-           "late-fprop-bf16": ("--gemms dgrad,wgrad", "17/18"),
-           "late-bf16": ("--recipe bf16", "5/6"),
-           "last-block-bf16": ("--keep-bf16 1", "1/2"),
-           "first-block-bf16": ("--keep-bf16 -1", "1/2")}
+# What might lower a recipe's loss error. A late change is made for the last sixth
+REPAIRS = {"fprop-bf16": "--gemms dgrad,wgrad",
+           "late-fprop-bf16": "--gemms dgrad,wgrad", "late-bf16": "--recipe bf16",
+           "last-block-bf16": "--keep-bf16 1", "first-block-bf16": "--keep-bf16 -1"}
 REPAIRED = ("ufp4", "nvfp4")
 for recipe in REPAIRED:
     ROWS |= {f"{recipe}-{what}": f"--recipe {recipe} {flags}"
-             for what, (flags, _) in REPAIRS.items()}
+             for what, flags in REPAIRS.items()}
 
 def row_flags(row):
     return ROWS.get(row, f"--recipe {row}").split()
-
-COLORS = {"e1m2": "#1f77b4", "e2m1": "#d62728"}
-
-def color_of(row):
-    """The color of a row in figures, by the grid that it rounds to in fprop."""
-    recipe = train.make_recipe(train.parse_args(row_flags(row)))
-    fmt = recipe.quantizer("x", "fprop").fmt
-    return COLORS.get(fmt and fmt.name[:4], "#2a8c4a")
 
 # {format: its row with the RHT on wgrad alone, and with the RHT on all three GEMMs}
 TWO_BY_TWO = {"e2m1": ("e2m1", "e2m1-full-rht"), "e1m2": ("ufp4-rht-wgrad", "ufp4")}
@@ -303,16 +292,14 @@ class Study:
     model, and a column a row and effect."""
     models: dict                    # {model: how the table calls it}, or just models
     groups: dict                    # {row: the rows that are compared with it}. These
-                                    # may be {row: what the last column says of it}
+                                    # may be {row: what the paper says of it}
     effects: dict = None            # {name: {row: weight}}
-    last: str = ""                  # the head of the last column
+    beyond: bool = False            # whether there is a column of beyond_line()
     what: str = "model"             # what the models are called by
 
     @property
     def rows(self):
         return tuple(row for rows in self.groups.values() for row in rows)
-
-BEYOND = "beyond the line, %"       # a last column that beyond_line() computes
 
 STUDIES = {
     "quick": Study(("nano",), {"ufp4": sum(TWO_BY_TWO.values(), ())}),
@@ -320,13 +307,14 @@ STUDIES = {
     "loss": Study(("dense-0.3m",), {
         "ufp4": ("ufp4", "ufp4-rht-wgrad", "e2m1", "e2m1-full-rht"),
         "nvfp4": ("nvfp4", "ufp4-e4m3"),
-        "mxfp4": ("mxfp4", "ufp4-mx")}, last=BEYOND),
-    "scaling": Study(SCALING, {
+        "mxfp4": ("mxfp4", "ufp4-mx")}, beyond=True),
+    "scaling": Study({name: name for name in SCALING}, {
         "ufp4": ("ufp4", "ufp4-rht-wgrad", "e2m1", "e2m1-full-rht", "nvfp4")},
         {"`e2m1` minus `ufp4`, %": GAP, "interaction, %": INTERACTION}),
-    "length": Study(LENGTHS, {"ufp4": ("ufp4", "e2m1")},
+    "length": Study({"dense-0.3m-2": 2, "dense-0.3m-6": 6, "dense-0.3m": 20,
+                     "dense-0.3m-60": 60}, {"ufp4": ("ufp4", "e2m1")},
                     {"`e2m1` minus `ufp4`, %": GAP}, what="bytes per parameter"),
-    "depth": Study(DEPTHS, {"ufp4": CAUSES}, {
+    "depth": Study({f"depth-{n}": n for n in DEPTHS}, {"ufp4": CAUSES}, {
         "effect of the grid, %": dict(zip(CAUSES, (.5, .5, -.5, -.5))),
         "effect of shrinking, %": dict(zip(CAUSES, (.5, -.5, .5, -.5)))},
         what="blocks"),
@@ -335,13 +323,13 @@ STUDIES = {
                  "ufp4-slope-0.9", "ufp4-shrunk", "ufp4-slope-0.98-all",
                  "ufp4-slope-0.9-all"),
         "e2m1": ("e2m1", "e2m1-debiased"),
-        "e2m1-full-rht": ("e2m1-full-rht", "e2m1-full-rht-debiased")}, last=BEYOND),
+        "e2m1-full-rht": ("e2m1-full-rht", "e2m1-full-rht-debiased")}, beyond=True),
     "norms": Study({"dense-0.3m": "with norms", "no-norms-0.3m": "without norms"},
                    {"ufp4": ("ufp4", "ufp4-slope-0.98", "ufp4-slope-0.9")},
                    {f"slope {slope} minus `ufp4`, %": {f"ufp4-slope-{slope}": 1,
                                                        "ufp4": -1}
                     for slope in (0.98, 0.9)}),
-    # The last column: the paper's search at 0.6B (Appendix B) in words, its ablation at
+    # What the paper says: its search at 0.6B (Appendix B) in words, its ablation at
     # 1.5B (Q4) in numbers
     "ablate": Study(("dense-0.3m",), {
         "e2m1": {"e2m1": "", "e2m1-rht-none": "hurts",
@@ -353,8 +341,7 @@ STUDIES = {
         "ufp4": {"ufp4": "", "ufp4-rht-none": "+0.60", "ufp4-rht-wgrad": "+0.34",
                  "ufp4-rht-dgrad-wgrad": "+0.44", "ufp4-rht-fprop-wgrad": "+0.25",
                  "ufp4-no-signs": "", "ufp4-sr-none": "+0.24",
-                 "ufp4-sr-dy-x-wgrad": "", "ufp4-sr-dy-w-dgrad": ""}},
-        last="the paper"),
+                 "ufp4-sr-dy-x-wgrad": "", "ufp4-sr-dy-w-dgrad": ""}}),
     "rht-block": Study(("all-128",), {
         "ufp4": ("ufp4", "ufp4-rht-block-32", "ufp4-rht-block-64",
                  "ufp4-rht-block-128")}),
@@ -364,9 +351,8 @@ STUDIES = {
                  "ufp4-dgrad-in-e2m1", "ufp4-wgrad-in-e2m1", "e2m1-max2", "e2m1-max3",
                  "e2m1-max4")}),
     "repair": Study(("dense-0.3m",), {
-        recipe: {recipe: ""} | {f"{recipe}-{what}": share
-                                for what, (_, share) in REPAIRS.items()}
-        for recipe in REPAIRED}, last="work in 4 bits")}
+        recipe: (recipe, *(f"{recipe}-{what}" for what in REPAIRS))
+        for recipe in REPAIRED})}
 
 # ---- Jobs: a job is a process of train.py that leaves a result ----
 
@@ -381,37 +367,40 @@ class Job:
         self.key = self.model, self.row, self.seed = model, row, seed
         flags = [*MODELS[model], *row_flags(row), "--seed", str(seed), *args.train]
         s = train.parse_args(flags)
-        # A recipe from --with is trained again when its file has changed
-        self.folder = args.runs / f"{model}-{row}{args.versions.get(row, '')}-s{seed}"
         # The step at which the last third begins, and the last sixth
         third, sixth = 2 * s.steps // 3, 5 * math.ceil(s.steps / 6)
-        self.wave, after, self.first = 1, "bf16", third
+        base, self.first = "bf16", third
         if row == "bf16":
-            self.wave, after, self.first = 0, "", 0
+            base, self.first = None, 0
         elif "-late-" in row:
-            self.wave, after, self.first = 2, row.split("-late-")[0], sixth
+            base, self.first = row.split("-late-")[0], sixth
+        self.base = Job(args, model, base, seed) if base else None
+        self.wave = self.base.wave + 1 if base else 0
         self.steps = s.steps - self.first               # its own
-        self.branch = args.runs / f"{model}-{after}-s{seed}" / f"ckpt-{self.first:07d}"
-        # Rows that others start from keep that checkpoint
         save_at = third if row == "bf16" else sixth
-        keeps = row in ("bf16", *REPAIRED)
-        self.kept = self.folder / f"ckpt-{save_at:07d}" if keeps else None
         # It validates once, at the end: on the whole text, and in `quick` on a quarter
         windows = (len(read_tokens(prepare(s.data).val[0])) - 1) // s.seq_len
-        if "quick" in args.studies:
+        if args.study == "quick":
             windows = max(1, windows // 4)
-        self.flags = [*f"--eval-interval 1000000 --eval-windows {windows} "
-                      f"--save-interval {save_at} --out".split(), str(self.folder),
-                      *flags]
+        flags += (f"--eval-interval 1000000 --eval-windows {windows} "
+                  f"--save-interval {save_at} --with").split()
+        # "" is no file. A resumed run would take that of the run that it starts from
+        flags.append(str(args.file) if row not in OURS and row in RECIPES else "")
+        # What a run computes is in the name of its folder: its flags and their files
+        files = [Path(text).read_bytes() for text in flags if Path(text).is_file()]
+        mark = zlib.crc32(b"".join([" ".join(flags).encode(), *files]))
+        self.folder = OUT / "runs" / f"{model}-{row}-s{seed}-{mark:08x}"
+        self.flags = [*flags, "--out", str(self.folder)]
+        self.saved = self.folder / f"ckpt-{save_at:07d}"
 
-    def command(self, file):
+    def command(self):
         """The command line: the one place that knows how train.py is called."""
-        flags = ["--with", str(file or "")]             # "": none, as no resumed run's
+        flags = self.flags
         if train.checkpoints(self.folder):              # an earlier command was stopped
-            flags += ["--resume", str(self.folder)]
-        elif self.wave:
-            flags += ["--resume", str(self.branch)]
-        return [sys.executable, __file__, "train", *self.flags, *flags]
+            flags = [*flags, "--resume", str(self.folder)]
+        elif self.base:
+            flags = [*flags, "--resume", str(self.base.saved)]
+        return [sys.executable, __file__, "train", *flags]
 
     def result(self):
         """What the run has left, or None."""
@@ -426,17 +415,15 @@ class Job:
             return 0
         return max(0, last.get("step", 0) - self.first)
 
-    def run(self, file, threads):
+    def run(self, threads):
         """Train, unless the result is there. RuntimeError if it fails. A loss that
         diverges is a result: None."""
         if self.result():
             return
         env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-        done = subprocess.run(self.command(file), env=env, capture_output=True,
+        done = subprocess.run(self.command(), env=env, capture_output=True,
                               text=True)
-        lines = re.split(r"[\r\n]+", done.stderr.strip())     # also of progress bars
-        said = [line for line in lines if line.startswith("train.py:")] or lines
-        said = said[-1].removeprefix("train.py: ")
+        said = last_line(done.stderr).removeprefix("train.py: ")
         if done.returncode == 3 and self.row != "bf16":
             result = {"loss": None, "error": said}
         elif done.returncode:
@@ -447,7 +434,8 @@ class Job:
                       "noise": last.get("noise")}
         save(self.folder / "result.json", result)
         for path in train.checkpoints(self.folder):
-            if path != self.kept:
+            # Others start from these
+            if path != self.saved or self.row not in ("bf16", *REPAIRED):
                 shutil.rmtree(path)
 
 def run_all(args, jobs):
@@ -455,14 +443,13 @@ def run_all(args, jobs):
     them, then the late rows. If one fails, the others of its kind go on."""
     there = sum(bool(job.result()) for job in jobs)
     if there:
-        print(f"{there} of {len(jobs)} runs are there already; to train them again, "
-              f"delete {args.runs}")
+        print(f"{there} of {len(jobs)} runs are there already, in {OUT / 'runs'}")
     waves = [[job for job in jobs if job.wave == wave] for wave in range(3)]
     with (concurrent.futures.ThreadPoolExecutor(args.jobs) as pool,
           tqdm(total=sum(job.steps for job in jobs), unit=" steps") as bar):
         for wave in filter(None, waves):
             threads = max(1, os.cpu_count() // min(args.jobs, len(wave)))
-            runs = [pool.submit(job.run, args.file, threads) for job in wave]
+            runs = [pool.submit(job.run, threads) for job in wave]
             try:
                 while concurrent.futures.wait(runs, 1).not_done:
                     bar.update(sum(job.done() for job in jobs) - bar.n)
@@ -559,32 +546,27 @@ class Results:
         return interval(parts) if parts else None
 
     def fprop(self, model):
-        """{row: (slope and noise of fprop, loss error)}, means over the seeds, without
-        the rows of which a run diverged."""
+        """{row: (slope of fprop, noise of fprop)}, means over the seeds that have
+        them: a bf16 run or one that diverged has none."""
         found = {}
         for r in self.runs:
             if r["model"] == model and r.get("noise"):
                 found.setdefault(r["row"], []).append((r["slope"], r["noise"]))
-        errors = {row: self.contrast({(model, row): 1})[0] for row in found}
-        return {row: (*map(statistics.mean, zip(*of)), errors[row])
-                for row, of in found.items() if math.isfinite(errors[row])}
+        return {row: tuple(map(statistics.mean, zip(*of))) for row, of in found.items()}
 
 # ---- Tables ----
 
-def tables_of(results, studies=STUDIES, rows=None):
-    """{marker in the page: table} of what was measured. `rows` replace the studies'."""
+def tables_of(results, studies=STUDIES):
+    """{marker in the page: table} of what was measured."""
     tables = {}
-    for name in studies:
-        study = STUDIES[name]
-        if rows:
-            study = replace(study, groups={"ufp4": rows}, last="")
+    for name, study in studies.items():
         make = rows_table if len(study.models) == 1 else models_table
         tables[name] = make(results, study)
     for name, model in (("two-by-two", "dense-0.3m"), ("two-by-two-nano", "nano"),
                         ("two-by-two-small", "small-training")):
         if all((model, row) in results.errors for row in STUDIES["quick"].rows):
             tables[name] = two_by_two_table(results, model)
-    return {name: table for name, table in tables.items() if len(table) > 1}
+    return tables
 
 def without_blanks(table):
     """The table without columns that have nothing below their head."""
@@ -597,9 +579,7 @@ def rows_table(results, study):
     fprop, lines = results.fprop(model), []
     for base, rows in study.groups.items():
         for row in rows:
-            if (model, row) not in results.errors:
-                continue
-            slope, noise, _ = fprop.get(row, (None, None, None))
+            slope, noise = fprop.get(row, (None, None))
             minus = ""
             if row != base:
                 minus = results.effect(on(model, {row: 1, base: -1}))
@@ -608,32 +588,23 @@ def rows_table(results, study):
                 f"`{base}`" if minus else "", minus,
                 "" if noise is None else f"{100 * noise:.3f}",
                 "" if slope is None else f"{slope:.4f}",
-                beyond_line(results, model, row) if study.last == BEYOND
-                else rows[row] if study.last else ""])
+                beyond_line(results, model, row) if study.beyond else "",
+                rows[row] if isinstance(rows, dict) else ""])
     return without_blanks([
         ["row", f"`{model}`: loss error, % (seeds)", "against", "minus that, %",
-         "noise of fprop, %", "slope of fprop", study.last], *lines])
-
-def line_of_doses(results, model):
-    """The straight line of least squares through the doses of noise: a function that
-    returns what it gives at a noise, as weights. None if one of them has no result."""
-    fprop = results.fprop(model)
-    if not set(DOSES) <= set(fprop):
-        return None
-    noises = [fprop[dose][1] for dose in DOSES]
-
-    def at(noise):
-        return {(model, dose): 1 / len(DOSES) + (noise - np.mean(noises)) * slope
-                for dose, slope in zip(DOSES, slopes(noises))}
-    return at
+         "noise of fprop, %", "slope of fprop", "beyond the line, %", "the paper"],
+        *lines])
 
 def beyond_line(results, model, row):
-    """How far a row's loss error is above this line, as a cell. Rows that shrink on
-    purpose have none."""
-    line, fprop = line_of_doses(results, model), results.fprop(model)
-    if line is None or row not in fprop or "-slope-" in row:
+    """How far a row's loss error is above the straight line of least squares through
+    the doses of noise, as a cell. Rows that shrink on purpose have none."""
+    fprop = results.fprop(model)
+    if not {row, *DOSES} <= set(fprop) or "-slope-" in row:
         return ""
-    weights = {at: -weight for at, weight in line(fprop[row][1]).items()}
+    noises = [fprop[dose][1] for dose in DOSES]
+    off = fprop[row][1] - np.mean(noises)
+    weights = {(model, dose): -1 / len(DOSES) - off * slope
+               for dose, slope in zip(DOSES, slopes(noises))}
     weights[model, row] = weights.get((model, row), 0) + 1
     return results.cell(weights)
 
@@ -681,29 +652,29 @@ def two_by_two_table(results, model):
             ["what the uniform grid does", effect({e1m2: 1, e2m1: -1}),
              effect({e1m2_rht: 1, e2m1_rht: -1}), f"interaction: {both}"]]
 
-# ---- Figures of studies, and the front page's ----
+# ---- Figures ----
 
-def draw_causes(fig, results, model, rows):
+COLORS = {"e1m2": "#1f77b4", "e2m1": "#d62728"}
+
+def draw_causes(fig, results, model):
     """Loss error against the noise of fprop, and against what fprop shrinks its outputs
     by. Doses, which change only one of the two, are small squares without a name."""
     left, right = fig.subplots(1, 2, sharey=True)
-    fprop, markers = results.fprop(model), iter("o^vDP*X<>phHd8" * 2)
-    for row in sorted(fprop.keys() & set(rows), key=lambda row: -fprop[row][2]):
-        slope, noise, error = fprop[row]
-        _, half = results.contrast({(model, row): 1})
+    fprop, markers = results.fprop(model), iter("o^vDP*X<")
+    rows = [row for row in {*STUDIES["dose"].rows, *STUDIES["loss"].rows}
+            if not row.endswith(("debiased", "shrunk"))]
+    found = {row: results.contrast({(model, row): 1}) for row in rows}
+    for row, (error, half) in sorted(found.items(), key=lambda at: -at[1][0]):
+        slope, noise = fprop[row]
         dose = "-noise-" in row or "-slope-" in row
         style = {"fmt": "s", "ms": 4} if dose else {"fmt": next(markers), "label": row}
+        style["color"] = COLORS["e1m2" if row.startswith("ufp4") else "e2m1"]
         for ax, x, other in ((left, noise, "-slope-"), (right, 1 - slope, "-noise-")):
             if other not in row:
-                ax.errorbar(100 * x, 100 * error, yerr=100 * (half or 0), lw=1,
-                            color=color_of(row), **style)
-    line, title = line_of_doses(results, model), f"{model}: what raises the loss?"
-    if line and set(DOSES) <= set(rows):
-        title += " Small squares: doses"
-        noises = [fprop[row][1] for row in DOSES]
-        left.plot([100 * noise for noise in noises],
-                  [100 * results.contrast(line(noise))[0] for noise in noises], lw=1)
-    fig.suptitle(title)
+                ax.errorbar(100 * x, 100 * error, yerr=100 * half, lw=1, **style)
+    noises, errors = zip(*((100 * fprop[row][1], 100 * found[row][0]) for row in DOSES))
+    left.plot(noises, np.polyval(np.polyfit(noises, errors, 1), noises), lw=1)
+    fig.suptitle(f"{model}: what raises the loss? Small squares: doses")
     fig.legend(*left.get_legend_handles_labels(), loc="outside right center")
     left.set(xlabel="noise of fprop: error power, % of the outputs'",
              ylabel="loss error above BF16, %")
@@ -715,6 +686,8 @@ def draw_hero(fig, results):
     left, right = fig.subfigures(1, 2, width_ratios=(1.25, 1), wspace=0.03)
     draw_sixteen(left)
     draw_two_by_two(right, results, "dense-0.3m")
+    right.suptitle("Training: neither uniform grid nor\n"
+                   "rotation helps alone; the pair does")
 
 GRIDS = {"e2m1": "float grid", "e1m2": "uniform grid"}
 
@@ -727,10 +700,9 @@ def draw_sixteen(fig):
     blocks = {"before the RHT": ufp4.SIXTEEN,
               "after the RHT": ufp4.rotate(ufp4.SIXTEEN, ufp4.random_signs(0))}
     for row, (when, x) in zip(panels, blocks.items()):
-        rounded = [ufp4.fake_quantize(x, fmt) for fmt in GRIDS]
-        decibels = [sqnr(q, x) for q in rounded]
-        for ax, fmt, q, db in zip(row, GRIDS, rounded, decibels):
-            color, scale = COLORS[fmt], x.abs().max() / FORMATS[fmt].max
+        for ax, fmt in zip(row, GRIDS):
+            q, color = ufp4.fake_quantize(x, fmt), COLORS[fmt]
+            scale = x.abs().max() / FORMATS[fmt].max
             for level in FORMATS[fmt].levels:
                 for y in (level * scale, -level * scale):
                     ax.axhline(y, color="#dcdcdc", lw=0.8, zorder=0)
@@ -738,9 +710,8 @@ def draw_sixteen(fig):
             ax.vlines(range(len(x)), x, q, color=color, lw=3)
             ax.plot(q, "_", ms=9, mew=2, color=color)
             ax.plot(x, "o", ms=3.6, color="black")
-            ax.text(0.97, 0.96, f"{db:.2f} dB", ha="right", va="top", color=color,
-                    fontweight="bold" if db == max(decibels) else "normal",
-                    transform=ax.transAxes,
+            ax.text(0.97, 0.96, f"{sqnr(q, x):.2f} dB", ha="right", va="top",
+                    color=color, fontweight="bold", transform=ax.transAxes,
                     bbox={"fc": "white", "ec": "none", "pad": 1})
             largest = x[x.abs().argmax()]
             ax.set(xticks=[], yticks=[0, largest], yticklabels=["0", f"{largest:.1f}"],
@@ -752,94 +723,57 @@ def draw_sixteen(fig):
 def draw_two_by_two(fig, results, model):
     """Four loss errors with their intervals: a line for each grid, from the RHT on
     wgrad alone to the RHT on all three GEMMs."""
-    ax, at = fig.subplots(), {"textcoords": "offset points", "va": "center"}
-    found = {fmt: [results.contrast({(model, row): 100}) for row in pair]
-             for fmt, pair in TWO_BY_TWO.items()}
+    ax = fig.subplots()
     for (fmt, pair), shift in zip(TWO_BY_TWO.items(), (0.02, -0.02)):
-        means, halves = zip(*found[fmt])
-        color = COLORS[fmt]
+        means, halves = zip(*(results.contrast({(model, row): 100}) for row in pair))
         # Shifted, so that no bar hides another
         ax.errorbar((shift, 1 + shift), means, yerr=[half or 0 for half in halves],
-                    fmt="o-", color=color, lw=2.5, ms=8, capsize=5)
-        for x, mean, row, side in zip((0, 1), means, pair, ("right", "left")):
+                    fmt="o-", color=COLORS[fmt], lw=2.5, ms=8, capsize=5,
+                    label=fmt.upper())
+        for x, mean, row, side in zip((-0.12, 1.12), means, pair, ("right", "left")):
             name = f"\n{row}" if row in ("e2m1", "ufp4") else ""
-            ax.annotate(f"{mean:.2f}{name}", (x, mean), (28 * x - 14, 0), ha=side,
-                        color=color, fontweight="bold", **at)
-        rises = means[1] > means[0]
-        ax.annotate(fmt.upper(), (0.7, 0.3 * means[0] + 0.7 * means[1]), color=color,
-                    xytext=(-9 if rises else 9, 8), ha="right" if rises else "left",
-                    **at)
-    (e2m1, e2m1_rht), (e1m2, e1m2_rht) = ([mean for mean, _ in of]
-                                          for of in found.values())
+            ax.text(x, mean, f"{mean:.2f}{name}", ha=side, va="center",
+                    color=COLORS[fmt], fontweight="bold")
     fig.suptitle("Training: loss error\nby grid and rotation")
-    if e1m2_rht < e2m1 < min(e2m1_rht, e1m2):
-        fig.suptitle("Training: neither uniform grid nor\n"
-                     "rotation helps alone; the pair does")
+    ax.legend(frameon=False)
     ax.set(xticks=(0, 1), xlim=(-0.55, 1.5),
            xticklabels=("RHT on\nwgrad alone", "RHT on\nall three GEMMs"),
            ylabel="loss error above BF16, %" + "; 95% intervals" * bool(halves[0]))
 
 # ---- study: the command ----
 
-def counted(s, recipe="bf16"):
-    """How many parameters the model of a run has, and those that a token uses."""
-    recipe = ufp4.lookup("recipe", recipe, RECIPES)
-    with torch.device("meta"):                          # without values
-        model = train.GPT(s, recipe, vocabulary(s.data))
-    total = sum(p.numel() for p in model.parameters())
-    idle = s.layers * (s.experts - s.top_k) * 3 * s.dim * s.hidden  # in other experts
-    return total, total - idle
-
-def records_of(args, jobs):
-    """What jobs have found, as runs.json has it."""
-    models, losses = {}, {job.key: job.result()["loss"] for job in jobs}
-    for name in dict.fromkeys(job.model for job in jobs):
+def records_of(args, jobs, old):
+    """The records `old`, in the form of runs.json, with what jobs have found. A run has
+    the loss of the bf16 run that it is compared with."""
+    models = dict(old["models"])
+    runs = {(r["model"], r["row"], r["seed"]): r for r in old["runs"]}
+    found = {job.key: job.result() for job in jobs}
+    for name in {name for name, _, _ in found}:
         flags = [*MODELS[name], *args.train]
         s = train.parse_args(flags)
-        total, active = counted(s)
-        models[name] = {"flags": flags, "parameters": total, "active": active,
+        with torch.device("meta"):                      # without values
+            model = train.GPT(s, RECIPES["bf16"], vocabulary(s.data))
+        models[name] = {"flags": flags,
+                        "parameters": sum(p.numel() for p in model.parameters()),
                         "bytes": s.steps * s.batch_size * s.seq_len}
-    runs = [{"model": job.model, "row": job.row, "seed": job.seed, "machine": 0,
-             "bf16": losses[job.model, "bf16", job.seed], **job.result()}
-            for job in jobs]
-    return {"models": models, "machines": [machine()], "runs": runs}
+    for (name, row, seed), result in found.items():
+        runs[name, row, seed] = {
+            "model": name, "row": row, "seed": seed, "machine": len(old["machines"]),
+            "bf16": found[name, "bf16", seed]["loss"], **result}
+    return {"models": models, "machines": [*old["machines"], machine()],
+            "runs": [runs[at] for at in sorted(runs)]}
 
-def add_to_records(new):
-    """Put the records of new runs into data/results/runs.json. Each has the loss of the
-    bf16 run that it is compared with."""
-    old = read("runs")
-    runs = {(r["model"], r["row"], r["seed"]): r for r in old["runs"]}
-    for r in new["runs"]:
-        r["machine"] = len(old["machines"])
-        runs[r["model"], r["row"], r["seed"]] = r
-    save(RECORDS / "runs.json", {"models": old["models"] | new["models"],
-                                 "machines": old["machines"] + new["machines"],
-                                 "runs": [runs[at] for at in sorted(runs)]})
-
-def jobs_of(args):
-    """The jobs of some studies. ValueError for a model or row that there is not."""
-    jobs = {}
-    for study in args.studies:
-        models, rows = STUDIES[study].models, args.rows or STUDIES[study].rows
-        before = [row.split("-late-")[0] for row in rows if "-late-" in row]
-        for name in args.models or models:
-            ufp4.lookup("model", name, dict.fromkeys(models))
-            for row in ("bf16", *before, *rows):
-                ufp4.lookup("row", row, RECIPES | ROWS)
-                for seed in range(args.seeds or (1 if study == "quick" else 5)):
-                    job = Job(args, name, row, seed)
-                    jobs[job.key] = job
-    return list(jobs.values())
-
-def add_recipes(file):
-    """Import a user's file. Returns {recipe that it adds: a mark of its version}."""
-    code = zlib.crc32(file.read_bytes())
-    train.import_file(file.resolve())
-    changed = [name for name in OURS if RECIPES[name] is not OURS[name]]
-    if changed:
-        raise ValueError(f"{file} changes the recipe {', '.join(changed)}, with which "
-                         "others are compared: add one by another name")
-    return {name: f"-{code:08x}" for name in RECIPES.keys() - OURS.keys()}
+def jobs_of(args, study):
+    """The jobs of a study. ValueError for a model or row that there is not."""
+    before = [row.split("-late-")[0] for row in study.rows if "-late-" in row]
+    rows, jobs = dict.fromkeys(("bf16", *before, *study.rows)), []
+    for model in args.models or study.models:
+        ufp4.lookup("model", model, dict.fromkeys(study.models))
+        for row in rows:
+            ufp4.lookup("row", row, RECIPES | ROWS)
+            for seed in range(args.seeds or (1 if args.study == "quick" else 5)):
+                jobs.append(Job(args, model, row, seed))
+    return jobs
 
 # Flags of train.py that a study sets itself
 SET_BY_STUDY = {"--seed", "--recipe", "--model", "--out", "--resume", "--prompt",
@@ -852,41 +786,34 @@ def bench_study(args):
     taken = [text for text in args.train if text.split("=")[0] in SET_BY_STUDY]
     if taken:
         raise ValueError(f"a study sets {', '.join(taken)} itself")
-    args.versions = add_recipes(args.file) if args.file else {}
-    # Quick runs and others, those with other flags, or another text, and those without
-    # have folders of their own
-    args.runs = OUT / ("quick" if "quick" in args.studies else "runs")
-    if args.train:
-        given = " ".join(args.train).encode()
-        given += b"".join(Path(text).read_bytes() for text in args.train
-                          if Path(text).is_file())
-        args.runs = args.runs.with_name(f"{args.runs.name}-{zlib.crc32(given):08x}")
-    jobs = jobs_of(args)
+    if args.file:
+        train.import_file(args.file.resolve())
+    changed = [name for name in OURS if RECIPES[name] is not OURS[name]]
+    if changed:
+        raise ValueError(f"{args.file} changes the recipe {', '.join(changed)}, with "
+                         "which others are compared: add one by another name")
+    study = STUDIES[args.study]
+    if args.rows:
+        study = replace(study, groups={"ufp4": args.rows})
+    jobs = jobs_of(args, study)
     run_all(args, jobs)
-    records = records_of(args, jobs)
+    old = read("runs") if args.record else {"models": {}, "machines": [], "runs": []}
+    records = records_of(args, jobs, old)
     if args.record:
-        add_to_records(records)
+        save(RECORDS / "runs.json", records)
         return bench_readme(args)
     results = Results(records)
-    for table in tables_of(results, args.studies, args.rows).values():
+    for table in tables_of(results, {args.study: study}).values():
         print_table(table)
     if {job.seed for job in jobs} == {0}:
         print("One seed settles nothing. --seeds 5 tells more.")
-    for name in args.studies:
-        (model, *others), rows = STUDIES[name].models, args.rows or STUDIES[name].rows
-        if not others:
-            figure(args.runs / f"{name}.png", (10, 4.5), draw_causes, results, model,
-                   rows)
-        if name == "quick" and set(rows) >= set(STUDIES[name].rows):
-            figure(args.runs / "two-by-two.png", (5, 4.9), draw_two_by_two, results,
-                   model)
+    if args.study == "quick" and set(study.rows) >= set(STUDIES["quick"].rows):
+        figure(OUT / "two-by-two.png", (5, 4.9), draw_two_by_two, results, "nano")
 
 def bench_readme(args):
     """Make the tables and figures of data/results anew, without measuring."""
-    results, doses = Results(read("runs")), STUDIES["dose"].rows
-    rows = {row for row in {*doses, *STUDIES["loss"].rows}
-            if not row.endswith(("debiased", "shrunk"))}
-    figure(RECORDS / "causes.png", (10, 4.5), draw_causes, results, "dense-0.3m", rows)
+    results = Results(read("runs"))
+    figure(RECORDS / "causes.png", (10, 4.5), draw_causes, results, "dense-0.3m")
     figure(RECORDS / "sqnr.png", (10, 6), draw_sqnr, read("sqnr")["medians"])
     figure(RECORDS / "hero.png", (8.75, 4.9), draw_hero, results)
     fill_page()
@@ -1063,19 +990,19 @@ def compiled(name, arch):
         kernels.launch_matmul.launch(*a[:3], *a[:3], a.name, x.dtype)
     return found[-1].asm
 
-def counts(name, arch):
-    """Count in this code. Returns its tensor-core instructions, how many they are, and
-    how many instructions move registers to memory and back (spills). Of a quantizer
-    also written() of its worst store."""
-    asm = compiled(name, arch)
+def counted_in(asm):
+    """The tensor-core instructions in this code, by how often they are there, and how
+    many instructions move registers to memory and back (spills). If there are none of
+    the former, it quantizes: then also the worst of written()."""
     found = collections.Counter(re.findall(r"(?:tcgen05\.|\bw?g?)mma[._][^ ;]*",
                                            asm["ptx"]))
     spills = re.findall(r"\t(?:@!?U?P\w+ )?(?:STL|LDL)", asm["sass"])
-    result = {"instruction": " + ".join(name.split(".f32")[0] for name in found),
-              "count": sum(found.values()), "spills": len(spills)}
-    if name in calls():
-        result["full"], result["sectors"] = min(written(asm["ttgir"]))
-    return result
+    cell = [*(f"{count} {name.split('.f32')[0]}" for name, count in found.items()),
+            f"{len(spills)} spills"]
+    if not found:
+        full, sectors = min(written(asm["ttgir"]))
+        cell.append(f"{sectors} sectors {full:.0%} full")
+    return ", ".join(cell)
 
 def written(ttgir):
     """For each store of codes or values: how full the sectors are that a warp writes at
@@ -1103,41 +1030,28 @@ def written(ttgir):
     return found
 
 def lowering(name, arch):
-    """counts(name, arch) in a process of its own, without the interpreter.
+    """What compiled(name, arch) has in it, as a cell.
 
-    A compiler that fails an assertion ends its process: {"error": its last line}."""
+    It is compiled in a process of its own, without the interpreter, as a compiler that
+    fails an assertion ends its process. Then the cell is the last line that it said."""
+    import kernels
+    path = "quantize" if name in calls() else kernels.route(RECIPES[name], arch)
+    if path == "cublas":
+        return path
     env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_ALWAYS_COMPILE": "1"}
-    code = "import bench, json, sys; print(json.dumps(bench.counts(*sys.argv[1:])))"
+    code = ("import bench, sys; "
+            "print(bench.counted_in(bench.compiled(*sys.argv[1:])))")
     done = subprocess.run([sys.executable, "-c", code, name, arch], cwd=HERE, env=env,
                           text=True, capture_output=True)
-    if done.returncode:
-        return {"error": (done.stderr.strip().splitlines() or ["it died"])[-1]}
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    return f"{path}: {last_line(done.stderr if done.returncode else done.stdout)}"
 
 def bench_dispatch(args):
     import kernels
-
-    def cell(name, arch):
-        quantizes = name in calls()
-        path = "" if quantizes else kernels.route(RECIPES[name], arch)
-        if path == "cublas":
-            return path
-        r = lowering(name, arch)
-        if "error" in r:
-            return r["error"]
-        if quantizes:
-            return f"{r['spills']} spills; {r['sectors']} sectors, {r['full']:.0%} full"
-        return f"{path}: {r['instruction']}, {r['count']}"
-
-    tables = {}
-    for marker, names, archs in (
-            ("dispatch", ("ufp4-e4m3", "ufp4-mx", "nvfp4", "mxfp4"),
-             ("sm_90", "sm_100", "sm_120")),
-            ("quantize", calls(), ("sm_80", "sm_90", "sm_100"))):
-        tables[marker] = [[f"Triton {kernels.triton.__version__}", *archs]]
-        for name in names:
-            tables[marker].append([name, *(cell(name, arch) for arch in archs)])
-    finish(args, "dispatch", tables)
+    archs = "sm_80", "sm_90", "sm_100", "sm_120"
+    rows = [[f"Triton {kernels.triton.__version__}", *archs]]
+    for name in (*calls(), "ufp4-e4m3", "ufp4-mx", "nvfp4", "mxfp4"):
+        rows.append([name, *(lowering(name, arch) for arch in archs)])
+    finish(args, "dispatch", {"dispatch": rows})
 
 # ---- kernels: speed on a GPU, as ratios to what that GPU can do ----
 
@@ -1230,12 +1144,8 @@ def errors_of(log, logs):
 
 def bench_runs(args):
     """A table of the runs in a folder, at their last validation, and runs.png in it."""
-    logs = {}
-    for path in sorted(args.dir.glob("*/log.jsonl")):
-        try:
-            logs[path.parent.name] = train.read_log(path)
-        except ValueError as e:
-            print(f"skipped: {e}")
+    logs = {path.parent.name: train.read_log(path)
+            for path in sorted(args.dir.glob("*/log.jsonl"))}
     if not logs:
         raise ValueError(f"{args.dir} has no run of train.py; "
                          "python train.py --recipe bf16 makes one")
@@ -1290,7 +1200,7 @@ def main(argv=None):
                                  nargs="?", default=Path("out"))
     study = parsers["study"]
     study.epilog = "More flags are for train.py."
-    study.add_argument("studies", nargs="+", choices=STUDIES)
+    study.add_argument("study", choices=STUDIES)
     study.add_argument("--models", nargs="+", metavar="MODEL", help="of its models")
     study.add_argument("--rows", nargs="+", metavar="ROW", help="in place of its rows")
     study.add_argument("--seeds", type=int, metavar="N")

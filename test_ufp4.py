@@ -853,13 +853,13 @@ def test_kernels_routes():
 # The count is of one program's code: on sm_10x an instruction is 128 x 256 x 256 bits
 # of K, and the loop's first step is peeled off it
 @needs_kernels
-@pytest.mark.parametrize("call,instruction,count,spills", [
-    (("nvfp4", "sm_100"), "tcgen05.mma.cta_group::1.kind::mxf4nvf4", 8, 12),
-    (("dY of a layer", "sm_90"), "", 0, 0)])
-def test_kernels_compile_for_gpus_that_are_not_here(call, instruction, count, spills):
+@pytest.mark.parametrize("call,wanted", [
+    (("nvfp4", "sm_100"),
+     r"fp4: 8 tcgen05.mma.cta_group::1.kind::mxf4nvf4\S+, (\d|1[0-2]) spills"),
+    (("dY of a layer", "sm_90"), "quantize: 0 spills, 16 sectors 100% full")])
+def test_kernels_compile_for_gpus_that_are_not_here(call, wanted):
     got = bench.lowering(*call)
-    assert got.get("instruction", str(got)).startswith(instruction), got
-    assert got["count"] == count and got.get("spills", 0) <= spills, got
+    assert re.fullmatch(wanted, got), got
 
 @pytest.mark.parametrize("name,most,where", on_kernels(
     ("ufp4", 0.38, "triton"), ("nvfp4", 0.29, "triton"), ("mxfp4", 0.27, "triton")))
@@ -1474,15 +1474,16 @@ def test_bench_every_row_is_another_and_fits_its_models():
                 s = train.parse_args([*bench.MODELS[model], *bench.row_flags(row),
                                       "--device", "cpu"])
                 recipe = train.make_recipe(s)
-                _, active = bench.counted(s, recipe)        # the blocks are whole
+                with torch.device("meta"):
+                    net = train.GPT(s, recipe, 256)         # the blocks are whole
                 if name != "repair":                # these differ by block or step
                     same = not differ(plain, results(recipe))
                     assert same == (row == "ufp4"), row
             if model in bench.SCALING:                  # as named, 20 bytes each
+                idle = s.layers * (s.experts - s.top_k) * 3 * s.dim * s.hidden
+                active = sum(p.numel() for p in net.parameters()) - idle
                 assert f"{active / 1e6:.1g}m" == model.split("-")[1]
                 assert abs(s.steps * s.batch_size * s.seq_len / active - 20) < 0.02
-    moe = bench.counted(train.parse_args(["--model", "nano-moe", "--device", "cpu"]))
-    assert moe == pytest.approx((2.84e6, 0.93e6), rel=0.01)
     for gemm in GEMMS:                          # another format in one GEMM, no other
         ours = results(f"ufp4-{gemm}-in-e2m1")
         assert differ(plain, ours) == gemm[0]
@@ -1522,8 +1523,8 @@ def test_bench_what_lies_beyond_the_line_of_doses():
     for r in results.runs:
         r |= {"noise": noise.get(r["row"]), "slope": 1 - noise.get(r["row"], 0)}
     assert bench.beyond_line(results, "dense-0.3m", "e2m1") == "-0.30 ± 0.00"
-    (table,) = bench.tables_of(results, ["dose"]).values()
-    assert [line[-1] for line in table] == [
+    (table,) = bench.tables_of(results, {"dose": bench.STUDIES["dose"]}).values()
+    assert [line[-1] for line in table if any(line[1:])] == [
         "beyond the line, %", *5 * ["0.00 ± 0.00"], "-0.30 ± 0.00"]
 
 def test_bench_doses_have_the_noise_that_they_say():
@@ -1537,12 +1538,11 @@ def test_bench_doses_have_the_noise_that_they_say():
             assert power.mean() == pytest.approx(times, rel=0.02)
 
 def test_bench_a_late_row_goes_on_with_the_recipe_that_it_helps(elsewhere):
-    args = types.SimpleNamespace(train=[], runs=Path("runs"), versions={},
-                                 studies=["repair"])
+    args = types.SimpleNamespace(train=[], file=None, study="repair")
     late, first = (bench.Job(args, "dense-0.3m", row, 3)
                    for row in ("nvfp4-late-bf16", "nvfp4"))
-    assert late.branch == first.kept and late.first == 2205 == 2645 - late.steps
-    assert late.kept is None and first.first == 1763 and late.wave == first.wave + 1
+    assert late.base.saved == first.saved and late.first == 2205 == 2645 - late.steps
+    assert first.first == 1763 and late.wave == first.wave + 1
     s = train.parse_args(late.flags)
     assert s.recipe == "bf16" and s.seed == 3
 
@@ -1617,7 +1617,7 @@ def test_bench_a_study_of_the_front_pages_experiment_end_to_end(
         assert first["settings"]["eval_windows"] == val // 32 // 4      # a quarter
         if row != "bf16":                               # ten of the steps are its own
             assert first["start"] == 20 and lines[-1]["step"] == 30
-    assert any(bench.OUT.rglob("quick.png")) and tree(bench.RECORDS) == before
+    assert tree(bench.RECORDS) == before
     for row in ("ufp4", "noisy"):
         error = found[row]["loss"] / found["bf16"]["loss"] - 1
         line, = (line for line in said.splitlines() if line.startswith(f"`{row}`"))
@@ -1636,10 +1636,10 @@ def test_bench_a_study_of_the_front_pages_experiment_end_to_end(
     assert "2 of 2 runs" not in capsys.readouterr().out
 
 def test_bench_a_job_that_fails_is_said_and_other_seeds_go_on(elsewhere, monkeypatch):
-    def command(job, file):
+    def command(job):
         end = "sys.exit(3)" if job.seed else "sys.exit('train.py: no space left')"
         if job.row == "bf16" and job.seed < 2:
-            job.kept.mkdir(parents=True)
+            job.saved.mkdir(parents=True)
             log = '{"text": 0}\n{"step": 9, "val_loss": 2.5}\n'
             (job.folder / "log.jsonl").write_text(log)
             end = ""
@@ -1650,18 +1650,19 @@ def test_bench_a_job_that_fails_is_said_and_other_seeds_go_on(elsewhere, monkeyp
                        ("--seeds 2 --clip .1", "ufp4, seed 0: no space left")):
         with pytest.raises(SystemExit, match=why):
             bench.main(f"study quick --rows ufp4 --steps 9 {flags}".split())
-    left = [(path.parent.name, json.loads(path.read_text())["loss"])
+    left = [(path.parent.name.rpartition("-")[0], json.loads(path.read_text())["loss"])
             for path in sorted(bench.OUT.rglob("result.json"))]
     assert len(left) == 5                       # of two studies: --clip differs
     assert ("nano-ufp4-s1", None) in left and ("nano-bf16-s1", 2.5) in left
 
-def test_bench_new_runs_join_the_records(elsewhere):
-    old = bench.read("runs")
-    run = {**old["runs"][0], "row": "new", "loss": 1.5 * old["runs"][0]["bf16"]}
-    bench.add_to_records({"models": {}, "machines": old["machines"][:1], "runs": [run]})
-    found = bench.Results(bench.read("runs"))
-    assert found.errors[run["model"], "new"] == {run["seed"]: 0.5}
-    assert len(found.runs) == len(old["runs"]) + 1
+def test_bench_new_runs_join_the_records():
+    old, args = bench.read("runs"), types.SimpleNamespace(train=[])
+    jobs = [types.SimpleNamespace(key=("nano", row, 9), result=lambda loss=loss: {
+        "loss": loss}) for row, loss in (("bf16", 2.0), ("new", 3.0))]
+    records = bench.records_of(args, jobs, old)
+    assert bench.Results(records).errors["nano", "new"] == {9: 0.5}
+    assert len(records["runs"]) == len(old["runs"]) + 2
+    assert records["models"].keys() == old["models"].keys()
 
 def test_bench_the_pages_and_figures_follow_from_the_records(elsewhere):
     for path in bench.RECORDS.glob("*.png"):
@@ -1723,12 +1724,9 @@ def test_bench_runs_are_compared_with_the_bf16_run_of_the_same_settings(
         texts = [json.dumps(line) for line in ({**header, "settings": s}, *logged)]
         (out / name).mkdir()
         (out / name / "log.jsonl").write_text("\n".join([*texts, torn]))
-    (out / "broken").mkdir()
-    (out / "broken/log.jsonl").write_text("not a log\n")
     capsys.readouterr()
     bench.main(["runs", str(out)])
     said = capsys.readouterr().out
-    assert re.search("skipped: .*broken/log.jsonl", said)
     found = {line.split("  ")[0]: re.split("  +", line) for line in said.splitlines()}
     for name, steps, error in (
             ("bf16", "8 of 8", "+0.00"), ("e2m1", "8 of 8", "+25.00"),
