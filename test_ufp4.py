@@ -144,8 +144,6 @@ def test_core_levels_and_all_16_codes(name):
     levels, codes = torch.tensor(MAGNITUDES[name]).float(), torch.arange(16)
     assert list(FORMATS[name].levels) == MAGNITUDES[name]
     x = torch.cat((levels, -levels))
-    if name == "int4":                      # two's complement: one zero, and no -8
-        x[8], codes[8:] = 0.0, torch.tensor([0, 15, 14, 13, 12, 11, 10, 9])
     q = quantize(x, name)                   # amax is g_max, so the scale is 1
     assert q.scale.tolist() == [1.0] and same_bits(q.dequantize(), x)
     assert torch.equal(q.codes, codes[::2] + 16 * codes[1::2])
@@ -208,8 +206,7 @@ def test_core_corners(name, scale, stochastic):
 ufp4_with = functools.partial(replace, RECIPES["ufp4"])
 
 @pytest.mark.parametrize("message,call", [
-    ("whole blocks: got .* .2, 40., block = 16", lambda: quantize(zeros(2, 40))),
-    ("takes floats .* got torch.int64", lambda: quantize(zeros(2, 32).long())),
+    ("whole blocks .* got .2, 40., block = 16", lambda: quantize(zeros(2, 40))),
     ("'e5m2'.*e2m1, e1m2, int4", lambda: quantize(zeros(2, 32), "e5m2")),
     ("rht takes .*, not 'wgrad'", lambda: ufp4_with(rht="wgrad")),
     ("a power of two, not 12", lambda: ufp4_with(rht_block=12)),
@@ -492,15 +489,11 @@ def test_core_frozen_operands_and_no_tokens(name, where, experts, device):
 @pytest.mark.parametrize("where", ["torch", *on_kernels(("triton",))])
 def test_core_tensors_without_data_have_shapes_and_leave_no_trace(where, device):
     x = randn(32, 32)
+    recipe = ufp4_with(sign_seed=7, sr=())
     with FakeTensorMode(allow_non_fake_inputs=True):
-        recipe = ufp4_with(sign_seed=7, sr=())      # its signs have data all the same
         fake = torch.randn(256, 256, device=device).requires_grad_()
         ufp4.linear(fake, fake, recipe).sum().backward()
         assert fake.grad.shape == (256, 256)
-    if where == "torch":
-        with torch.device("meta"):
-            recipe = replace(recipe)
-            ufp4.Linear(128, 256)(torch.randn(9, 128)).sum().backward()
     q = recipe.quantizer("x", "fprop")
     y = ufp4.linear(x.to(device), x.to(device), recipe)
     assert close(y, q(x).double() @ q(x).double().T, 32, 7)
@@ -546,16 +539,10 @@ def test_core_other_derivatives_are_errors(name, mode):
     with pytest.raises(RuntimeError, match="first derivative|double backward"):
         derivative(w)
 
-@compiling()
-def test_core_an_exported_layer_takes_any_number_of_tokens_but_no_training():
+def test_core_export_is_an_error():
     """Its graph would have the derivative of rounding, which is 0."""
-    layer, tokens = ufp4.Linear(32, 16), torch.export.Dim("tokens", min=1, max=4096)
-    exported = torch.export.export(layer, (zeros(32, 32),),
-                                   dynamic_shapes=({0: tokens},)).module()
-    for n in 1, 48, 100:
-        assert torch.equal(exported(x := torch.randn(n, 32)), layer(x))
-    with pytest.raises(RuntimeError):
-        torch.autograd.grad(exported(x).sum(), list(exported.parameters()))
+    with pytest.raises(RuntimeError, match="no torch.export"):
+        torch.export.export(ufp4.Linear(16, 16), (zeros(16, 16),), strict=False)
 
 # ---- torch.compile: of the quantizer, and by a user ----------------------------------
 class ByRow(Quantizer):
@@ -653,16 +640,15 @@ def test_core_a_converted_model_is_trained_and_saved_as_any_other():
     assert torch.equal(ufp4.convert(plain)(x), model(x))
 
 def test_core_convert_names_what_it_leaves_unquantized():
-    model = nn.Sequential(nn.Linear(16, 16), nn.Bilinear(4, 4, 64), nn.LazyLinear(16),
+    model = nn.Sequential(nn.Linear(16, 16), nn.Bilinear(4, 4, 4),
                           nn.utils.parametrizations.weight_norm(nn.Linear(16, 16)))
-    with pytest.warns(UserWarning, match="quantized 16% of the weights.*: 1 x "
-                      "Bilinear, 1 x LazyLinear, 1 x ParametrizationList$"):
+    with pytest.warns(UserWarning, match="unquantized: Bilinear, ParametrizationList$"):
         ufp4.convert(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ufp4.convert(Tied())
 
-@pytest.mark.filterwarnings("ignore:convert has quantized")
+@pytest.mark.filterwarnings("ignore:convert knows")
 def test_core_convert_reaches_a_transformer_layer_in_eval_mode():
     plain = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True).eval()
     model, x = ufp4.convert(copy.deepcopy(plain), skip=()), torch.randn(2, 16, 32)
@@ -675,8 +661,7 @@ def test_core_convert_reaches_a_transformer_layer_in_eval_mode():
 
 @pytest.mark.parametrize("message,how", [
     ("'fp4'.*ufp4", {"recipe": "fp4"}), ("'head'.*a, b, inner.0", {"skip": ("head",)}),
-    ("leaves no linear layer", {"skip": ("a", "b", "inner", "lm_head")}),
-    ("multiples of 32.*skip=.'lm_head', 'a', 'b', 'again'", {"recipe": "ufp4-mx"})])
+    ("multiples of 32, but layer .a. has", {"recipe": "ufp4-mx"})])
 def test_core_convert_refuses_before_changing_anything(message, how):
     m = Tied()
     with pytest.raises(ValueError, match=message):
@@ -725,7 +710,7 @@ def test_core_the_lesson_is_right(capsys):
         tolerance = 6e-4 if what == "numbers" else 0.02
         assert np.allclose(np.array(measured, float), exact**power, atol=tolerance)
     assert len(slopes) == 4 and "change by at most 1e-05" in text
-    assert "always 0.000, stochastically 0.040" in text
+    assert "always 0.00, stochastically 0.04 " in text
 
 # ---- kernels.py, bit for bit against the reference -----------------------------------
 def quantized(x, rows=None, cols=None, form="packed"):
