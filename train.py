@@ -62,7 +62,8 @@ from data.prepare import decode, encode, prepare, read_tokens, vocabulary
 # Under torchrun several processes train one model. FSDP2 shards it: each keeps a part
 # of each weight, of its gradient and of its optimizer state. Before a block runs, FSDP2
 # gathers its whole weights in float32, so they are quantized as in a single process.
-# N processes match one with --grad-accum N, but for random bits and the order of sums.
+# N processes compute what one does with --grad-accum N, but for random bits and the
+# order of sums.
 
 # DCP warns where there is one process, which is fine
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -139,10 +140,10 @@ class ExpertLinear(nn.Module):
         return ufp4.linear(x, self.weight, self.recipe, offsets)
 
 class MoE(nn.Module):
-    """Many small experts beside one for all tokens (arXiv 2401.06066). A token goes to
-    the k experts with the highest scores. No token is dropped. The load is balanced
-    without an auxiliary loss (arXiv 2408.15664): a bias is added to the scores when
-    experts are chosen, but not when their outputs are weighted."""
+    """Many small experts and one for all tokens (arXiv 2401.06066). A token goes to the
+    k experts with the highest scores. No token is dropped. The load is balanced without
+    an auxiliary loss (arXiv 2408.15664): a bias is added to the scores when experts are
+    chosen, but not when their outputs are weighted."""
     def __init__(self, config, recipe):
         super().__init__()
         dim, hidden, experts = config.dim, config.hidden, config.experts
@@ -225,7 +226,7 @@ class GPT(nn.Module):
 
     def forward(self, tokens, targets=None):
         """tokens, targets (B, T) -> logits (B, T, V), or with targets the mean loss."""
-        with torch.autocast(tokens.device.type, torch.bfloat16, self.use_bf16):
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.use_bf16):
             x = self.embed(tokens)                                  # (B, T, C)
             for block in self.blocks:
                 x = block(x)
@@ -247,8 +248,9 @@ PRESETS = {
     "small-moe": dict(SMALL, hidden=352, experts=32, top_k=3)}
 
 RECIPE_FIELDS = ("fmt", "scale", "rht", "sr", "gemms", "rht_block")
-# --resume may change these in the same folder, for this start alone. They don't change
-# what is computed, but for random bits and the order of sums
+# --resume may change these in the same folder, for this start alone. They change at
+# most random bits and the order of sums, and --grad-accum also the scale of a whole
+# tensor (E4M3) and which tokens of an expert share a block
 MAY_CHANGE = {"out", "resume", "prompt", "with_", "device", "compile", "grad_accum",
               "eval_interval", "save_interval", "log_interval", "sample"}
 
@@ -273,8 +275,8 @@ class Config:
     model: str = "small" if GPU else "nano"     # nano, nano-moe, small or small-moe
     data: str = "python"            # python, shakespeare, fineweb or a text file
     out: str = None                 # the run's folder (default: out/MODEL-RECIPE-sSEED)
-    resume: str = None              # a run's folder or checkpoint; no value means --out
-    prompt: str = None              # don't train: continue this text by --resume's run
+    resume: str = None              # a run's folder or checkpoint; alone: that of --out
+    prompt: str = None              # don't train: continue this text, with that run
     with_: str = None               # your own Python file, which adds to ufp4.RECIPES
     seed: int = 0                   # of weights, batches, rotations and random bits
     keep_bf16: int = 0              # blocks not quantized: the last N; -N: the first N
@@ -302,11 +304,11 @@ class Config:
     batch_size: int = None          # sequences in a step, of all processes and parts
     steps: int = None               # steps in all
     lr: float = None                # peak learning rate
-    # And the recipe these
+    # The recipe gives these, unless a flag does
     fmt: str = None                 # format of the numbers: e2m1, e1m2 or int4
     scale: str = None               # format of the scales: fp32, e4m3 or e8m0
     rht: str = None                 # GEMMs with the RHT, such as dgrad,wgrad; or none
-    sr: str = None                  # operands rounded stochastically, as x,dy; or none
+    sr: str = None                  # operands with SR, such as x,dy; or none
     gemms: str = None               # GEMMs that are quantized, such as dgrad,wgrad
     rht_block: int = None           # size of the Hadamard matrix: 16, 32, 64, ...
 
@@ -418,7 +420,7 @@ def validate(model, val, config):
     size = config.batch_size // (WORLD * config.grad_accum)     # windows at a time
     batches = [starts[i:i + size] for i in range(0, len(starts), size)]
     model.eval()
-    torch.manual_seed(config.seed)      # for --sr x, which rounds X in fprop randomly
+    torch.manual_seed(config.seed)      # the same random bits each time, for --sr x
     losses = [model(*windows(val, batch, config)) * len(batch) for batch in batches]
     loss = all_sum(torch.stack(losses).sum()).item() / config.eval_windows
     layers = ufp4.noise(model, windows(val, batches[0], config)[0])
@@ -486,7 +488,8 @@ def claim(config, data_version):
 
 def state_of(model, optimizer, step=0):
     """What a checkpoint holds, as a dict. Its tensors are the live ones of model and
-    optimizer, so that DCP can load into them."""
+    optimizer, so that DCP can load into them. (get_state_dict gives a new optimizer its
+    moments.)"""
     weights, moments = get_state_dict(model, optimizer)
     return {"model": weights, "optimizer": moments, "step": step}
 
