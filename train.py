@@ -62,7 +62,7 @@ from data.prepare import decode, encode, prepare, read_tokens, vocabulary
 # Under torchrun several processes train one model. FSDP2 shards it: each keeps a part
 # of each weight, of its gradient and of its optimizer state. Before a block runs, FSDP2
 # gathers its whole weights in float32, so they are quantized as in a single process.
-# N processes compute what one does with --grad-accum N, but for random bits and the
+# N processes compute what one does with --grad-accum N, except for random bits and the
 # order of sums.
 
 # DCP warns where there is one process, which is fine
@@ -275,7 +275,7 @@ class Config:
     model: str = "small" if GPU else "nano"     # nano, nano-moe, small or small-moe
     data: str = "python"            # python, shakespeare, fineweb or a text file
     out: str = None                 # the run's folder (default: out/MODEL-RECIPE-sSEED)
-    resume: str = None              # a run's folder or checkpoint; alone: that of --out
+    resume: str = None              # a run's folder or checkpoint; no value: --out's
     prompt: str = None              # don't train: continue this text, with that run
     with_: str = None               # your own Python file, which adds to ufp4.RECIPES
     seed: int = 0                   # of weights, batches, rotations and random bits
@@ -487,9 +487,9 @@ def claim(config, data_version):
     return lock
 
 def state_of(model, optimizer, step=0):
-    """What a checkpoint holds, as a dict. Its tensors are the live ones of model and
-    optimizer, so that DCP can load into them. (get_state_dict gives a new optimizer its
-    moments.)"""
+    """What a checkpoint holds, as a dict. Its tensors are those of the model and the
+    optimizer, so DCP loads right into them. (get_state_dict gives a new optimizer its
+    moments. Random bits and batches follow from seed and step.)"""
     weights, moments = get_state_dict(model, optimizer)
     return {"model": weights, "optimizer": moments, "step": step}
 
