@@ -51,7 +51,6 @@ import train                        # before torch: it sets how CPU threads wait
 
 import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from tqdm import tqdm
 
@@ -420,6 +419,12 @@ class Job:
         diverges is a result: None."""
         if self.result():
             return
+        # Others start from `saved` of these rows. A run keeps two checkpoints. So if it
+        # was stopped after `saved`, it goes on from there
+        kept = self.row in ("bf16", *REPAIRED)
+        for path in train.checkpoints(self.folder):
+            if kept and self.saved.exists() and path > self.saved:
+                shutil.rmtree(path)
         env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
         done = subprocess.run(self.command(), env=env, capture_output=True,
                               text=True)
@@ -434,8 +439,7 @@ class Job:
                       "noise": last.get("noise")}
         save(self.folder / "result.json", result)
         for path in train.checkpoints(self.folder):
-            # Others start from these
-            if path != self.saved or self.row not in ("bf16", *REPAIRED):
+            if path != self.saved or not kept:
                 shutil.rmtree(path)
 
 def run_all(args, jobs):
@@ -868,7 +872,7 @@ def bench_sqnr(args):
     """Of the last checkpoint of the run of train.py in args.dir."""
     s = train.parse_args(["--resume", str(args.dir)])
     model = train.GPT(s, train.make_recipe(s), vocabulary(s.data))
-    dcp.load({"model": model.state_dict()}, checkpoint_id=s.resume)
+    train.load(s.resume, {"model": model.state_dict()})
     shards, _, _ = train.load_data(s)
     batch, layers = train.get_batch(shards, s, s.steps), collections.defaultdict(list)
     for name, tensors in capture(model.to(s.device), *batch).items():
@@ -1144,8 +1148,12 @@ def errors_of(log, logs):
 
 def bench_runs(args):
     """A table of the runs in a folder, at their last validation, and runs.png in it."""
-    logs = {path.parent.name: train.read_log(path)
-            for path in sorted(args.dir.glob("*/log.jsonl"))}
+    logs = {}
+    for path in sorted(args.dir.glob("*/log.jsonl")):
+        try:
+            logs[path.parent.name] = train.read_log(path)
+        except ValueError as e:
+            print(f"skipped: {e}")
     if not logs:
         raise ValueError(f"{args.dir} has no run of train.py; "
                          "python train.py --recipe bf16 makes one")

@@ -206,7 +206,8 @@ def test_core_corners(name, scale, stochastic):
 ufp4_with = functools.partial(replace, RECIPES["ufp4"])
 
 @pytest.mark.parametrize("message,call", [
-    ("whole blocks .* got .2, 40., block = 16", lambda: quantize(zeros(2, 40))),
+    ("whole blocks: got .* .2, 40., block = 16", lambda: quantize(zeros(2, 40))),
+    ("takes floats .* got torch.int64", lambda: quantize(zeros(2, 32).long())),
     ("'e5m2'.*e2m1, e1m2, int4", lambda: quantize(zeros(2, 32), "e5m2")),
     ("rht takes .*, not 'wgrad'", lambda: ufp4_with(rht="wgrad")),
     ("a power of two, not 12", lambda: ufp4_with(rht_block=12)),
@@ -489,11 +490,15 @@ def test_core_frozen_operands_and_no_tokens(name, where, experts, device):
 @pytest.mark.parametrize("where", ["torch", *on_kernels(("triton",))])
 def test_core_tensors_without_data_have_shapes_and_leave_no_trace(where, device):
     x = randn(32, 32)
-    recipe = ufp4_with(sign_seed=7, sr=())
     with FakeTensorMode(allow_non_fake_inputs=True):
+        recipe = ufp4_with(sign_seed=7, sr=())      # its signs have data all the same
         fake = torch.randn(256, 256, device=device).requires_grad_()
         ufp4.linear(fake, fake, recipe).sum().backward()
         assert fake.grad.shape == (256, 256)
+    if where == "torch":
+        with torch.device("meta"):
+            recipe = replace(recipe)
+            ufp4.Linear(128, 256)(torch.randn(9, 128)).sum().backward()
     q = recipe.quantizer("x", "fprop")
     y = ufp4.linear(x.to(device), x.to(device), recipe)
     assert close(y, q(x).double() @ q(x).double().T, 32, 7)
@@ -619,6 +624,8 @@ def test_core_convert_keeps_everything_but_the_arithmetic():
     assert torch.equal(m.a(x), ufp4.linear(x, m.a.weight, "e2m1") + m.a.bias)
     ufp4.convert(m, "ufp4", skip=("inner", "lm_head"))  # again, to another recipe
     assert m.a.recipe.name == "ufp4" and m.inner[0].recipe.name == "e2m1"
+    shared = ufp4.convert(Tied(), skip=("again",))      # its other name is inner.0
+    assert type(shared.inner[0]) is nn.Linear
     assert type(ufp4.convert(nn.Linear(16, 16))) is ufp4.Linear
     bf16 = ufp4.Linear(20, 40, recipe="bf16")           # is nn.Linear
     assert torch.equal(bf16(x := randn(3, 20)), F.linear(x, bf16.weight, bf16.bias))
@@ -661,6 +668,7 @@ def test_core_convert_reaches_a_transformer_layer_in_eval_mode():
 
 @pytest.mark.parametrize("message,how", [
     ("'fp4'.*ufp4", {"recipe": "fp4"}), ("'head'.*a, b, inner.0", {"skip": ("head",)}),
+    ("leaves no linear layer", {"skip": ("a", "b", "inner", "lm_head")}),
     ("multiples of 32, but layer .a. has", {"recipe": "ufp4-mx"})])
 def test_core_convert_refuses_before_changing_anything(message, how):
     m = Tied()
@@ -694,6 +702,9 @@ def test_core_noise_is_the_split_of_each_output_and_leaves_no_trace():
         assert slope == pytest.approx(a.item(), rel=1e-5) and noise > 0.001
         assert noise == pytest.approx((rest @ rest / (exact @ exact)).item(), rel=1e-3)
     assert model.training and not model.drop.training and model.a.training
+    norm = nn.Sequential(ufp4.Linear(16, 16), nn.BatchNorm1d(16))
+    ufp4.noise(norm, x)
+    assert norm[1].num_batches_tracked == 0 and norm[1].training
     assert not any(m._forward_hooks for m in model.modules())
 
 # ---- The lesson ----------------------------------------------------------------------
@@ -1159,8 +1170,8 @@ def test_train_a_damaged_file_is_named(settings, tmp_path, capsys):
     data, metadata = newer / "__0_0.distcp", newer / ".metadata"
     log, val = Path(s.out) / "log.jsonl", next((tmp_path / "data").rglob("val.bin"))
     for path, content, why in (
-            (data, data.read_bytes()[:1000], f"can't read {newer}"),
-            (metadata, b"", f"can't read {newer}"),
+            (data, data.read_bytes()[:1000], f"can't load {newer}: .*damaged"),
+            (metadata, b"", f"can't load {newer}: .*damaged"),
             *((log, content, f"{log} is damaged")
               for content in (b"", b"\xff", b'{"step": 1}\n')),
             (val, b"", f"{val} is damaged")):
@@ -1172,6 +1183,13 @@ def test_train_a_damaged_file_is_named(settings, tmp_path, capsys):
     metadata.unlink()                               # as if killed in the midst of it
     train.train(train.parse_args(resume))
     assert saved(s.out) == [6, 8]
+    # A checkpoint that can't be saved is not one that is damaged
+    branch = Path(s.out).with_name("branch")
+    (branch / "ckpt-0000010").mkdir(parents=True)
+    (branch / "ckpt-0000010/__0_0.distcp").mkdir()
+    longer = [*resume, "--steps", "10", "--out", str(branch)]
+    error = said(capsys, 1, train.main, longer)
+    assert "can't save a checkpoint: " in error and "delete it" not in error
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_train_a_signal_stops_one_run_and_not_the_next(settings, monkeypatch, number):
@@ -1608,6 +1626,12 @@ def test_bench_a_study_of_the_front_pages_experiment_end_to_end(
         line, = (line for line in said.splitlines() if line.startswith(f"`{row}`"))
         assert line.split()[1:3] == [f"{100 * error:.2f}", "(1)"] and abs(error) > 1e-4
     assert found["noisy"]["noise"] > found["ufp4"]["noise"]
+    # A bf16 run that was stopped after its rows' checkpoint keeps this one
+    folder, = bench.OUT.rglob("nano-bf16-*")
+    (folder / "result.json").unlink()
+    shutil.copytree(folder / "ckpt-0000020", folder / "ckpt-0000025")
+    bench.main(command)
+    assert train.checkpoints(folder) == [folder / "ckpt-0000020"]
     # A changed file is another recipe; else nothing is left to do
     mine.write_text(code.replace("0.04", "0.4"))
     bench.main(command)
@@ -1709,9 +1733,12 @@ def test_bench_runs_are_compared_with_the_bf16_run_of_the_same_settings(
         texts = [json.dumps(line) for line in ({**header, "settings": s}, *logged)]
         (out / name).mkdir()
         (out / name / "log.jsonl").write_text("\n".join([*texts, torn]))
+    (out / "broken").mkdir()
+    (out / "broken/log.jsonl").write_text("not a log\n")
     capsys.readouterr()
     bench.main(["runs", str(out)])
     said = capsys.readouterr().out
+    assert re.search("skipped: .*broken/log.jsonl", said)
     found = {line.split("  ")[0]: re.split("  +", line) for line in said.splitlines()}
     for name, steps, error in (
             ("bf16", "8 of 8", "+0.00"), ("e2m1", "8 of 8", "+25.00"),

@@ -328,6 +328,7 @@ class Config:
         for name in ("seed", "warmup", "clip", "final_lr_frac", "sample"):
             value = getattr(self, name)
             require(value >= 0, f"{flag(name)} must be at least 0, not {value}")
+        require(self.warmup <= self.steps, "--warmup must be at most --steps")
         require(abs(self.keep_bf16) < self.layers,
                 "--keep-bf16 leaves no block to quantize")
         require(self.dim % (2 * self.heads) == 0,
@@ -352,7 +353,11 @@ class Config:
         require(self.dtype == "bfloat16" or not (self.compile and self.experts),
                 "--compile of experts needs --dtype bfloat16")
         if self.out is None:
-            self.out = f"out/{self.model}-{self.recipe}-s{self.seed}"
+            self.out = f"out/{self.model}-{self.recipe}"
+            for name in ("keep_bf16", *RECIPE_FIELDS):
+                if getattr(self, name) != getattr(Config, name):    # not the default
+                    self.out += f"-{name}.{getattr(self, name)}"
+            self.out += f"-s{self.seed}"
 
 def make_recipe(config):
     """The recipe, with what flags change. The random signs of the RHT follow from the
@@ -501,6 +506,16 @@ def save(config, step, model, optimizer):
         for path in set(out.glob("ckpt-[0-9]*")) - set(checkpoints(out)[-2:]):
             shutil.rmtree(path)
 
+def load(path, state):
+    """Read a checkpoint into the tensors of `state`, and set state["step"]. ValueError
+    if that fails."""
+    try:
+        dcp.load(state, checkpoint_id=path)
+    except dcp.CheckpointException as e:
+        error, _ = next(iter(e.failures.values()))
+        raise ValueError(f"can't load {path}: {error!r}; if it is damaged, delete it, "
+                         "and --resume takes the one before") from e
+
 def log(config, record):
     """Append a dict to the log, as a line."""
     if RANK == 0:
@@ -567,7 +582,7 @@ def train(config):
     start, val_loss = 0, None
     if config.resume:
         state = state_of(model, optimizer)
-        dcp.load(state, checkpoint_id=config.resume)    # it also sets state["step"]
+        load(config.resume, state)
         start = state["step"]
         own = Path(config.resume).parent == Path(config.out)
         require(own or start < config.steps,
@@ -655,7 +670,7 @@ def sample(config):
     vocab_size = vocabulary(config.data)
     config.compile = False              # would take longer than the text
     model, _ = build(config, make_recipe(config), vocab_size)
-    dcp.load({"model": model.state_dict()}, checkpoint_id=config.resume)
+    load(config.resume, {"model": model.state_dict()})
     model.eval()
     torch.manual_seed(config.seed)                      # all processes draw the same
     tokens = encode(config.prompt or "\n", vocab_size)
@@ -723,10 +738,10 @@ def main(argv=()):
     except FloatingPointError as e:
         print(f"train.py: {e}", file=sys.stderr)
         sys.exit(3)                         # bench.py recognizes this code
-    except dcp.CheckpointException as e:    # a damaged file, a full disk
+    except dcp.CheckpointException as e:
         error, _ = next(iter(e.failures.values()))
-        sys.exit(f"train.py: can't read {config.resume}, or write to {config.out}: "
-                 f"{error!r}")
+        sys.exit(f"train.py: can't save a checkpoint: {error!r}; --resume {config.out} "
+                 "goes on from the one before")
     except (ValueError, OSError, ImportError, KeyboardInterrupt) as e:
         sys.exit(f"train.py: {str(e) or 'interrupted'}")
 
