@@ -905,6 +905,12 @@ def test_kernels_their_check_catches_what_is_broken(name, broken, where, monkeyp
     reason = kernels.why_not(RECIPES["ufp4"], torch.device("cpu"), torch.bfloat16)
     assert where in reason, reason
 
+@needs_kernels
+def test_kernels_their_check_runs_under_any_default_device():
+    with torch.device("meta"):
+        recipe, device = RECIPES["nvfp4"], torch.device(DEVICE)
+        assert kernels.wrong_gemms(recipe, device, torch.bfloat16) == []
+
 # ---- train.py ------------------------------------------------------------------------
 TINY = ("--layers 2 --dim 32 --heads 2 --hidden 32 --seq-len 32 --batch-size 4 "
         "--steps 8 --warmup 2 --eval-interval 4 --eval-windows 3 --save-interval 2 "
