@@ -902,14 +902,9 @@ def test_kernels_backends_are_chosen_and_said(monkeypatch):
 def test_kernels_their_check_catches_what_is_broken(name, broken, where, monkeypatch):
     monkeypatch.setattr(kernels, name, broken(getattr(kernels, name)))
     monkeypatch.setattr(kernels, "failed_check", new_check.__wrapped__("broken"))
-    reason = kernels.why_not(RECIPES["ufp4"], torch.device("cpu"), torch.bfloat16)
+    with torch.device("meta"):          # the check runs under any default device
+        reason = kernels.why_not(RECIPES["ufp4"], torch.device("cpu"), torch.bfloat16)
     assert where in reason, reason
-
-@needs_kernels
-def test_kernels_their_check_runs_under_any_default_device():
-    with torch.device("meta"):
-        recipe, device = RECIPES["nvfp4"], torch.device(DEVICE)
-        assert kernels.wrong_gemms(recipe, device, torch.bfloat16) == []
 
 # ---- train.py ------------------------------------------------------------------------
 TINY = ("--layers 2 --dim 32 --heads 2 --hidden 32 --seq-len 32 --batch-size 4 "
