@@ -647,9 +647,10 @@ def test_core_a_converted_model_is_trained_and_saved_as_any_other():
     assert torch.equal(ufp4.convert(plain)(x), model(x))
 
 def test_core_convert_names_what_it_leaves_unquantized():
-    model = nn.Sequential(nn.Linear(16, 16), nn.Bilinear(4, 4, 4),
+    model = nn.Sequential(nn.Linear(16, 16), nn.Bilinear(4, 4, 4), nn.LazyLinear(16),
                           nn.utils.parametrizations.weight_norm(nn.Linear(16, 16)))
-    with pytest.warns(UserWarning, match="unquantized: Bilinear, ParametrizationList$"):
+    with pytest.warns(UserWarning, match="unquantized: Bilinear, LazyLinear, "
+                      "ParametrizationList$"):
         ufp4.convert(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
