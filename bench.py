@@ -378,7 +378,7 @@ class Job:
         self.steps = s.steps - self.first               # its own
         save_at = third if row == "bf16" else sixth
         # It validates once, at the end: on the whole text, and in `quick` on a quarter
-        windows = (len(read_tokens(prepare(s.data).val[0])) - 1) // s.seq_len
+        windows = (len(read_tokens(prepare(s.data)[1])) - 1) // s.seq_len
         if args.study == "quick":
             windows = max(1, windows // 4)
         flags += (f"--eval-interval 1000000 --eval-windows {windows} "

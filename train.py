@@ -1,7 +1,7 @@
 """Pretrain a small GPT, dense or mixture-of-experts, in 4 bits or in BF16.
 
-    python train.py --recipe bf16               # the baseline: nano, or small on a GPU
-    python train.py --recipe ufp4               # the same in 4 bits
+    python train.py --recipe bf16   # the baseline: 0.9M parameters, or on a GPU 26M
+    python train.py --recipe ufp4   # the same in 4 bits
     python train.py --resume out/nano-ufp4-s0   # resumes after Ctrl-C or a crash
     python train.py --resume out/nano-ufp4-s0 --prompt "def "       # continues a text
     torchrun --nproc-per-node 8 train.py --recipe ufp4      # on 8 GPUs
@@ -15,8 +15,8 @@ computed, the run is a branch and needs another folder:
 
 A recipe (see ufp4.py) says how the linear layers inside the transformer's blocks do
 their matrix products. Products are computed in BF16, or on hardware without it in
-float32 (--dtype), also those of the recipe bf16. Weights, optimizer, residual stream,
-loss and router are always in float32.
+float32 (--dtype). So there the recipe bf16 means float32. Weights, optimizer, residual
+stream, loss and router are always in float32.
 """
 import signal
 import sys
@@ -41,8 +41,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-# OpenMP's threads wait for each other in a busy loop. When another program is running,
-# that makes steps many times slower. So let them sleep after some rounds.
+# OpenMP's threads wait for each other in a busy loop. If another program runs, this
+# makes steps many times slower, so let them sleep after some rounds
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import numpy as np
@@ -65,7 +65,7 @@ from data.prepare import decode, encode, prepare, read_tokens, vocabulary
 # N processes compute what one does with --grad-accum N, except for random bits and the
 # order of sums.
 
-# DCP warns where there is one process, which is fine
+# torch.distributed.checkpoint warns where there is one process, which is fine
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
 
 GPU = torch.cuda.is_available()
@@ -84,7 +84,7 @@ def say(text):
         tqdm.write(text)
 
 def require(condition, message):
-    """ValueError for a mistake of the user. main() prints the message alone."""
+    """ValueError if the user made a mistake. main() prints the message alone."""
     if not condition:
         raise ValueError(message)
 
@@ -248,9 +248,9 @@ PRESETS = {
     "small-moe": dict(SMALL, hidden=352, experts=32, top_k=3)}
 
 RECIPE_FIELDS = ("fmt", "scale", "rht", "sr", "gemms", "rht_block")
-# --resume may change these in the same folder, for this start alone. They change at
-# most random bits and the order of sums, and --grad-accum also the scale of a whole
-# tensor (E4M3) and which tokens of an expert share a block
+# --resume takes other values of these in the same folder, for this start alone. They
+# do not change what is computed, apart from random bits and the order of sums. (With
+# --grad-accum also E4M3's scale of a whole tensor, and the blocks of experts' tokens)
 MAY_CHANGE = {"out", "resume", "prompt", "with_", "device", "compile", "grad_accum",
               "eval_interval", "save_interval", "log_interval", "sample"}
 
@@ -275,7 +275,7 @@ class Config:
     model: str = "small" if GPU else "nano"     # nano, nano-moe, small or small-moe
     data: str = "python"            # python, shakespeare, fineweb or a text file
     out: str = None                 # the run's folder (default: out/MODEL-RECIPE-sSEED)
-    resume: str = None              # a run's folder or checkpoint; no value: --out's
+    resume: str = None              # a run's folder or checkpoint (default: --out)
     prompt: str = None              # don't train: continue this text, with that run
     with_: str = None               # your own Python file, which adds to ufp4.RECIPES
     seed: int = 0                   # of weights, batches, rotations and random bits
@@ -284,7 +284,7 @@ class Config:
     dtype: str = None               # of products (default: bfloat16 if hardware has it)
     compile: bool = False           # torch.compile blocks
     grad_accum: int = 1             # parts of a step's batch, to save memory
-    warmup: int = None              # steps (default: a tenth of the preset's)
+    warmup: int = None              # steps (default: a tenth of the preset's --steps)
     final_lr_frac: float = 0.1      # final learning rate, as a fraction of the peak
     weight_decay: float = 0.1       # of matrices, by AdamW
     clip: float = 1.0               # largest gradient norm; 0 does not clip
@@ -384,13 +384,13 @@ def load_data(config):
         prepare(config.data)            # one process downloads for all
     if WORLD > 1:
         dist.barrier()                  # the others wait
-    data = prepare(config.data)         # finds what is there
-    shards, val = [read_tokens(path) for path in data.train], read_tokens(data.val[0])
+    paths, val_path = prepare(config.data)              # finds what is there
+    shards, val = [read_tokens(path) for path in paths], read_tokens(val_path)
     for tokens in (*shards, val):
         require(len(tokens) > config.seq_len, f"{tokens.filename} has {len(tokens)} "
                 "tokens, too few for a sequence: take a smaller --seq-len")
     # The data's folder is named after Python's version, or after a text's checksum
-    return shards, val, f"{data.train[0].parent.name}-{len(shards)}"
+    return shards, val, f"{val_path.parent.name}-{len(shards)}"
 
 def windows(tokens, starts, config):
     """-> inputs (B, T), and targets (B, T), which are the next tokens."""
@@ -425,7 +425,8 @@ def validate(model, val, config):
     size = config.batch_size // (WORLD * config.grad_accum)     # windows at a time
     batches = [starts[i:i + size] for i in range(0, len(starts), size)]
     model.eval()
-    torch.manual_seed(config.seed)      # the same random bits each time, for --sr x
+    # The same random bits each time, for --sr x. (Each step of training seeds anew)
+    torch.manual_seed(config.seed)
     losses = [model(*windows(val, batch, config)) * len(batch) for batch in batches]
     loss = all_sum(torch.stack(losses).sum()).item() / config.eval_windows
     layers = ufp4.noise(model, windows(val, batches[0], config)[0])
@@ -492,10 +493,10 @@ def claim(config, data_version):
     return lock
 
 def state_of(model, optimizer, step=0):
-    """What a checkpoint holds, as a dict. Its tensors are those of the model and the
-    optimizer, so DCP loads right into them. (get_state_dict gives a new optimizer its
-    moments. Random bits and batches follow from seed and step.)"""
-    weights, moments = get_state_dict(model, optimizer)
+    """What a checkpoint holds, as a dict. Its tensors are those of the model, buffers
+    included, and of the optimizer. So load() writes right into them. (Random bits and
+    batches follow from seed and step.)"""
+    weights, moments = get_state_dict(model, optimizer)     # makes a new one's moments
     return {"model": weights, "optimizer": moments, "step": step}
 
 def save(config, step, model, optimizer):
@@ -523,8 +524,8 @@ def log(config, record):
             file.write(json.dumps(record) + "\n")
 
 def git_commit():
-    """The commit of this code, "-dirty" if it was changed; None if git can't say."""
-    command = "git describe --always --dirty --abbrev=40 --exclude=*"   # no tag
+    """The commit of this code, "-dirty" if it was changed; None outside of git."""
+    command = "git describe --always --dirty --abbrev=40 --exclude=*"   # no tags
     done = subprocess.run(command, shell=True, cwd=Path(__file__).parent,
                           capture_output=True, text=True)
     return done.stdout.strip() or None
@@ -615,6 +616,7 @@ def train(config):
                 part_loss = model(inputs, targets) / config.grad_accum
                 part_loss.backward()        # FSDP averages over processes here
                 loss += part_loss.detach()
+            # Clips, if asked to, and returns the norm before that
             norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip or math.inf)
             norm = norm.full_tensor() if WORLD > 1 else norm        # FSDP's is sharded
             optimizer.step()
@@ -709,6 +711,7 @@ def parse_args(argv=()):
                     f"{flag(name)} {given.get(name)}: {path} has {before[name]}")
         if "recipe" in given:   # a new recipe drops the old run's --fmt, --rht, ...
             before |= dict.fromkeys(RECIPE_FIELDS)
+        # The old run's settings, except for the flags that are given now
         given = before | {"out": str(path.parent)} | given | {"resume": str(path)}
     if given.get("with_"):
         given["with_"] = str(Path(given["with_"]).resolve())

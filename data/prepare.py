@@ -18,7 +18,6 @@ import sys
 import sysconfig
 import urllib.request
 import zlib
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -31,11 +30,6 @@ SHAKESPEARE = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/
                "tinyshakespeare/input.txt")
 FINEWEB = "https://huggingface.co/datasets/kjj0/fineweb10B-gpt2/resolve/main"
 
-@dataclass
-class Dataset:
-    train: list                 # paths of token files
-    val: list
-
 # ---- Tokens ----
 
 def vocabulary(name):
@@ -44,8 +38,7 @@ def vocabulary(name):
 
 def encode(text, vocab_size):
     """The tokens of a text, a list."""
-    # A prompt that is typed under LANG=C has surrogates for what is not ASCII
-    data = text.encode(errors="surrogateescape")
+    data = text.encode(errors="surrogateescape")    # as Python decodes sys.argv
     if vocab_size == 256:
         return list(data)
     return tiktoken.get_encoding("gpt2").encode_ordinary(data.decode(errors="replace"))
@@ -71,8 +64,8 @@ def write_tokens(path, tokens):
 def read_tokens(path):
     """The tokens of a file, memory-mapped: uint16 (n,). ValueError if it is damaged."""
     header = np.fromfile(path, dtype=np.int32, count=256).tolist()
-    whole = len(header) == 256 and os.path.getsize(path) == HEADER + 2 * header[2]
-    if not whole or header[:2] != [MAGIC, VERSION]:
+    if (len(header) < 256 or header[:2] != [MAGIC, VERSION]
+            or os.path.getsize(path) != HEADER + 2 * header[2]):
         raise ValueError(f"{path} is damaged: delete it, and train.py makes it again")
     return np.memmap(path, dtype=np.uint16, mode="r", offset=HEADER, shape=header[2])
 
@@ -94,7 +87,7 @@ def download(url, path):
 
 def standard_library():
     """The source of Python's standard library: bytes to train on, and for validation.
-    The CRC of a file's name picks one file in twenty for validation."""
+    A hash of its name picks one file in twenty for validation."""
     lib = Path(sysconfig.get_paths()["stdlib"])
     skip = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3",
             "turtledemo", "__pycache__"}
@@ -107,19 +100,19 @@ def standard_library():
     return b"".join(train), b"".join(val)
 
 def prepare(name="python", root=ROOT, shards=1, url=FINEWEB):
-    """Make a data set's files where they are missing -> Dataset.
+    """Make the token files of a data set that are missing -> (the paths of those to
+    train on, the path of that for validation).
 
-    name: "python", "shakespeare", "fineweb" or a text file. shards: at least so many of
-    FineWeb are downloaded. train.py asks for one, and trains on all that are there.
-    ValueError for any other name, OSError for a failed download."""
+    name: "python", "shakespeare", "fineweb" or a text file. shards: how many shards of
+    FineWeb to download. If more are there already, all are returned. ValueError for
+    any other name, OSError for a failed download."""
     if name == "fineweb":
         folder = root / name
         for part in ["val_000000", *(f"train_{i:06d}" for i in range(1, shards + 1))]:
             path = folder / f"fineweb_{part}.bin"
             if not path.exists():
                 download(f"{url}/{path.name}", path)
-        return Dataset(sorted(folder.glob("*_train_*.bin")),
-                       sorted(folder.glob("*_val_*.bin")))
+        return sorted(folder.glob("*_train_*.bin")), folder / "fineweb_val_000000.bin"
     source = None                               # the text file, if there is one
     if name == "python":
         folder = root / f"python-{platform.python_version()}"
@@ -145,7 +138,7 @@ def prepare(name="python", root=ROOT, shards=1, url=FINEWEB):
             parts = data[:cut], data[cut:]
         for path, part in zip((train, val), parts):
             write_tokens(path, np.frombuffer(part, dtype=np.uint8))     # token = byte
-    return Dataset([train], [val])
+    return [train], val
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Prepare a data set for train.py.")
@@ -153,8 +146,8 @@ if __name__ == "__main__":
     parser.add_argument("--shards", type=int, default=1, help="how many of fineweb")
     args = parser.parse_args()
     try:
-        dataset = prepare(args.name, shards=args.shards)
+        train, val = prepare(args.name, shards=args.shards)
     except (ValueError, OSError) as error:
         sys.exit(f"prepare.py: {error}")
-    for path in dataset.train + dataset.val:
+    for path in *train, val:
         print(f"{path}: {len(read_tokens(path)):,} tokens")
