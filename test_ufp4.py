@@ -1693,9 +1693,12 @@ def test_bench_the_pages_and_figures_follow_from_the_records(elsewhere):
     told = prose.split("## Log")[0] + README + LECTURE.replace("+-", "±")
     said = re.findall(r"[\d.]+ ± [\d.]*\d", told)
     assert len(said) > 12 and not [number for number in said if number not in cells]
-    for row in bench.STUDIES["quick"].rows:
+    table = re.findall(r"^\| `(\S+)` .*\| (\d\.\d\d) \|", README, re.M)
+    story = [(row, LECTURE) for row in bench.STUDIES["quick"].rows]
+    for row, text in story + [(row, f"{error}%") for row, error in table]:
         error = r.cell({("dense-0.3m", row): 1}).split()[0]
-        assert f"{error}%" in README and f"{error}%" in LECTURE
+        assert f"{error}%" in text and error in README
+    assert len(table) == 7
     # All rows of a model and seed are compared with the same BF16 run
     baselines = {(r["model"], r["seed"], r["bf16"]) for r in r.runs}
     assert len(baselines) == len({(model, seed) for model, seed, _ in baselines})
