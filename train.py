@@ -1,27 +1,27 @@
 """Pretrain a small GPT, dense or mixture-of-experts, in 4 bits or in BF16.
 
-    python train.py --recipe bf16   # the baseline: 0.9M parameters, or on a GPU 26M
-    python train.py --recipe ufp4   # the same in 4 bits
-    python train.py --resume out/nano-ufp4-s0   # resumes after Ctrl-C or a crash
-    python train.py --resume out/nano-ufp4-s0 --prompt "def "       # continues a text
+    python train.py --recipe bf16 --out out/a   # 0.9M parameters, or on a GPU 26M
+    python train.py --recipe ufp4 --out out/b   # the same in 4 bits
+    python train.py --resume out/b              # goes on after Ctrl-C or a crash
+    python train.py --resume out/b --prompt "def "          # continues a text
     torchrun --nproc-per-node 8 train.py --recipe ufp4      # on 8 GPUs
 
-A run keeps log.jsonl and its last two checkpoints in a folder, --out, which is
+A run keeps log.jsonl and its last two checkpoints in its folder, --out, which is
 out/MODEL-RECIPE-sSEED by default. The log begins with all settings, so --resume needs
-only the folder. Flags beside --resume override the settings. If one changes what is
-computed, the run is a branch and needs another folder:
+only the folder. Flags beside --resume override the settings. If a flag changes what is
+computed, the result is another run, a branch, and needs a folder of its own:
 
-    python train.py --resume out/nano-bf16-s0/ckpt-0000700 --recipe ufp4 --out out/new
+    python train.py --resume out/a/ckpt-0000700 --recipe ufp4 --out out/c
 
 A recipe (see ufp4.py) says how the linear layers inside the transformer's blocks do
 their matrix products. Products are computed in BF16, or on hardware without it in
-float32 (--dtype). So there the recipe bf16 means float32. Weights, optimizer, residual
+float32 (--dtype), then also those of the recipe bf16. Weights, optimizer, residual
 stream, loss and router are always in float32.
 """
 import signal
 import sys
 
-if __name__ == "__main__":      # until training starts, Ctrl-C gives no traceback
+if __name__ == "__main__":      # no traceback for Ctrl-C while torch is imported
     signal.signal(signal.SIGINT, lambda *_: sys.exit("train.py: interrupted"))
 
 import argparse
@@ -140,10 +140,10 @@ class ExpertLinear(nn.Module):
         return ufp4.linear(x, self.weight, self.recipe, offsets)
 
 class MoE(nn.Module):
-    """Many small experts and one for all tokens (arXiv 2401.06066). A token goes to the
-    k experts with the highest scores. No token is dropped. The load is balanced without
-    an auxiliary loss (arXiv 2408.15664): a bias is added to the scores when experts are
-    chosen, but not when their outputs are weighted."""
+    """Many small experts, and a shared one for all tokens (arXiv 2401.06066). A token
+    goes to the k experts with the highest scores. No token is dropped. The load is
+    balanced without an auxiliary loss (arXiv 2408.15664): a bias is added to the scores
+    when experts are chosen, but not when their outputs are weighted."""
     def __init__(self, config, recipe):
         super().__init__()
         dim, hidden, experts = config.dim, config.hidden, config.experts
@@ -249,8 +249,9 @@ PRESETS = {
 
 RECIPE_FIELDS = ("fmt", "scale", "rht", "sr", "gemms", "rht_block")
 # --resume takes other values of these in the same folder, for this start alone. They
-# do not change what is computed, apart from random bits and the order of sums. (With
-# --grad-accum also E4M3's scale of a whole tensor, and the blocks of experts' tokens)
+# do not change what is computed, apart from random bits and the order of sums.
+# (--grad-accum changes a little more: each part of a batch has its own tensor scale,
+# with E4M3, and its own blocks of experts' tokens)
 MAY_CHANGE = {"out", "resume", "prompt", "with_", "device", "compile", "grad_accum",
               "eval_interval", "save_interval", "log_interval", "sample"}
 
@@ -275,8 +276,8 @@ class Config:
     model: str = "small" if GPU else "nano"     # nano, nano-moe, small or small-moe
     data: str = "python"            # python, shakespeare, fineweb or a text file
     out: str = None                 # the run's folder (default: out/MODEL-RECIPE-sSEED)
-    resume: str = None              # a run's folder or checkpoint (default: --out)
-    prompt: str = None              # don't train: continue this text, with that run
+    resume: str = None              # go on with this run's folder, or a checkpoint
+    prompt: str = None              # don't train: continue a text with --resume's run
     with_: str = None               # your own Python file, which adds to ufp4.RECIPES
     seed: int = 0                   # of weights, batches, rotations and random bits
     keep_bf16: int = 0              # blocks not quantized: the last N; -N: the first N
@@ -473,7 +474,7 @@ def claim(config, data_version):
     except (ImportError, OSError):      # Windows and some network disks have no locks
         pass
     # A new run and a branch need a folder without checkpoints. A run goes on in its own
-    # folder, from the newest checkpoint there. (config.resume is a checkpoint by now)
+    # folder, from the newest one there. (config.resume is a checkpoint: see parse_args)
     saved = checkpoints(out)
     goes_on = bool(saved and config.resume) and saved[-1].samefile(config.resume)
     require(goes_on or not saved, f"{out} holds a run: --resume {out} goes on with it, "
@@ -494,9 +495,9 @@ def claim(config, data_version):
 
 def state_of(model, optimizer, step=0):
     """What a checkpoint holds, as a dict. Its tensors are those of the model, buffers
-    included, and of the optimizer. So load() writes right into them. (Random bits and
-    batches follow from seed and step.)"""
-    weights, moments = get_state_dict(model, optimizer)     # makes a new one's moments
+    included, and of the optimizer, which are made if it is new. So load() writes right
+    into them. (Random bits and batches follow from seed and step.)"""
+    weights, moments = get_state_dict(model, optimizer)
     return {"model": weights, "optimizer": moments, "step": step}
 
 def save(config, step, model, optimizer):

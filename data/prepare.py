@@ -38,7 +38,8 @@ def vocabulary(name):
 
 def encode(text, vocab_size):
     """The tokens of a text, a list."""
-    data = text.encode(errors="surrogateescape")    # as Python decodes sys.argv
+    # A prompt from the command line may have bytes that are not UTF-8
+    data = text.encode(errors="surrogateescape")
     if vocab_size == 256:
         return list(data)
     return tiktoken.get_encoding("gpt2").encode_ordinary(data.decode(errors="replace"))
@@ -50,7 +51,7 @@ def decode(tokens, vocab_size):
     return tiktoken.get_encoding("gpt2").decode(tokens)
 
 # ---- Files ----
-# A file gets its name when it is whole, so a killed process leaves no half file.
+# Files are written by another name, and renamed when they are whole.
 
 def write_tokens(path, tokens):
     """Write a token file. tokens: ints under 65536."""
@@ -87,7 +88,7 @@ def download(url, path):
 
 def standard_library():
     """The source of Python's standard library: bytes to train on, and for validation.
-    A hash of its name picks one file in twenty for validation."""
+    One file in twenty is for validation, chosen by a hash of the names."""
     lib = Path(sysconfig.get_paths()["stdlib"])
     skip = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3",
             "turtledemo", "__pycache__"}
