@@ -460,6 +460,24 @@ def read_log(path):
     require(header, f"{path} is damaged: it has no settings")
     return [header, *(steps[n] for n in sorted(steps))]
 
+def resumed(given):
+    """The flags that are given, and for all others the settings of --resume's run."""
+    path = Path(given.get("resume") or Config(**given).out)
+    if checkpoints(path):                               # it is a run's folder
+        path = checkpoints(path)[-1]
+    require((path / ".metadata").exists(), f"--resume {path}: no such checkpoint")
+    old = read_log(path.parent / "log.jsonl")[0]["settings"]
+    for name in ("model", "layers", "dim", "heads", "hidden", "experts", "top_k"):
+        require(name not in given or given[name] == old[name],
+                f"{flag(name)} {given.get(name)}: {path} has {old[name]}")
+    if "recipe" in given:       # a new recipe drops the old run's --fmt, --rht, ...
+        old |= dict.fromkeys(RECIPE_FIELDS)
+    return old | {"out": str(path.parent)} | given | {"resume": str(path)}
+
+def goes_on(config):
+    """Whether --resume goes on with the run in --out. Else it branches."""
+    return bool(config.resume) and Path(config.resume).parent.samefile(config.out)
+
 def claim(config, data_version):
     """Lock the run's folder for this process. Returns the lock, an open file.
     ValueError if the folder holds another run, or if settings would change the run."""
@@ -473,24 +491,22 @@ def claim(config, data_version):
         raise ValueError(f"another process trains in {out}; take another --out")
     except (ImportError, OSError):      # Windows and some network disks have no locks
         pass
-    # A new run and a branch need a folder without checkpoints. A run goes on in its own
-    # folder, from the newest one there. (config.resume is a checkpoint: see parse_args)
     saved = checkpoints(out)
-    goes_on = bool(saved and config.resume) and saved[-1].samefile(config.resume)
-    require(goes_on or not saved, f"{out} holds a run: --resume {out} goes on with it, "
+    newest = saved and goes_on(config) and saved[-1].samefile(config.resume)
+    require(newest or not saved, f"{out} holds a run: --resume {out} goes on with it, "
             "--out with a new folder begins another")
     if not saved:       # delete the log of a run that ended before a checkpoint
         (out / "log.jsonl").unlink(missing_ok=True)
     if config.resume:
-        before = read_log(Path(config.resume).parent / "log.jsonl")[0]
-        changed = [flag(name) for name, value in before["settings"].items()
+        old = read_log(Path(config.resume).parent / "log.jsonl")[0]
+        changed = [flag(name) for name, value in old["settings"].items()
                    if name not in MAY_CHANGE and value != getattr(config, name)]
-        require(not (changed and goes_on), f"{', '.join(changed)} would change the run "
+        require(not (changed and newest), f"{', '.join(changed)} would change the run "
                 f"in {out}; to branch from it, add --out with a new folder")
         # The same --data may be another text, or have more shards now
-        require("--data" in changed or data_version == before["data_version"],
+        require("--data" in changed or data_version == old["data_version"],
                 f"--data {config.data} is {data_version} now and was "
-                f"{before['data_version']}")
+                f"{old['data_version']}")
     return lock
 
 def state_of(model, optimizer, step=0):
@@ -586,8 +602,7 @@ def train(config):
         state = state_of(model, optimizer)
         load(config.resume, state)
         start = state["step"]
-        own = Path(config.resume).parent == Path(config.out)
-        require(own or start < config.steps,
+        require(goes_on(config) or start < config.steps,
                 f"{config.resume} is at step {start}: a branch needs more --steps")
     name = hardware(config.device)[0]
     log(config, {"settings": vars(config), "data_version": data_version,
@@ -702,18 +717,7 @@ def parse_args(argv=()):
         p.add_argument(flag(f.name), dest=f.name, help=comments[f.name], **how)
     given = vars(p.parse_args(argv))
     if "resume" in given or "prompt" in given:
-        path = Path(given.get("resume") or Config(**given).out)
-        if checkpoints(path):                           # it is a run's folder
-            path = checkpoints(path)[-1]
-        require((path / ".metadata").exists(), f"--resume {path}: no such checkpoint")
-        before = read_log(path.parent / "log.jsonl")[0]["settings"]
-        for name in ("model", "layers", "dim", "heads", "hidden", "experts", "top_k"):
-            require(name not in given or given[name] == before[name],
-                    f"{flag(name)} {given.get(name)}: {path} has {before[name]}")
-        if "recipe" in given:   # a new recipe drops the old run's --fmt, --rht, ...
-            before |= dict.fromkeys(RECIPE_FIELDS)
-        # The old run's settings, except for the flags that are given now
-        given = before | {"out": str(path.parent)} | given | {"resume": str(path)}
+        given = resumed(given)
     if given.get("with_"):
         given["with_"] = str(Path(given["with_"]).resolve())
         import_file(given["with_"])
