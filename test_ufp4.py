@@ -381,6 +381,7 @@ def test_core_autograd_function_is_the_three_quantized_gemms(name, where, device
     x_there = x.to(device).requires_grad_()
     torch.manual_seed(5)
     y = layer(x_there)
+    assert y.is_contiguous()
     y.backward(dy.to(device))
     torch.manual_seed(5)
     keys = [random_key("cpu"), random_key("cpu")]           # a key is drawn twice
