@@ -38,11 +38,9 @@ def vocabulary(name):
 
 def encode(text, vocab_size):
     """The tokens of a text, a list."""
-    # A prompt from the command line may have bytes that are not UTF-8
-    data = text.encode(errors="surrogateescape")
     if vocab_size == 256:
-        return list(data)
-    return tiktoken.get_encoding("gpt2").encode_ordinary(data.decode(errors="replace"))
+        return list(text.encode())
+    return tiktoken.get_encoding("gpt2").encode_ordinary(text)
 
 def decode(tokens, vocab_size):
     """The text of tokens."""
