@@ -146,7 +146,7 @@ if __name__ == "__main__":
     args = parser.parse_args()
     try:
         train, val = prepare(args.name, shards=args.shards)
+        for path in *train, val:
+            print(f"{path}: {len(read_tokens(path)):,} tokens")
     except (ValueError, OSError) as error:
         sys.exit(f"prepare.py: {error}")
-    for path in *train, val:
-        print(f"{path}: {len(read_tokens(path)):,} tokens")
