@@ -615,6 +615,7 @@ class Tied(nn.Module):
         x = self.b(F.gelu(self.a(x)))
         return self.lm_head(self.drop(self.again(self.inner(x))))
 
+@pytest.mark.filterwarnings("error:convert knows")
 def test_core_convert_keeps_everything_but_the_arithmetic():
     m, x = Tied(), randn(4, 16)
     before = {k: (v.data_ptr(), v.dtype) for k, v in m.state_dict().items()}
@@ -654,9 +655,6 @@ def test_core_convert_names_what_it_leaves_unquantized():
     with pytest.warns(UserWarning, match="unquantized: Bilinear, LazyLinear, "
                       "ParametrizationList$"):
         ufp4.convert(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        ufp4.convert(Tied())
 
 @pytest.mark.filterwarnings("ignore:convert knows")
 def test_core_convert_reaches_a_transformer_layer_in_eval_mode():
@@ -1160,11 +1158,8 @@ def test_train_a_damaged_file_is_named(settings, tmp_path, capsys):
     s = settings("--recipe", "bf16")
     train.train(s)
     newer, resume = train.checkpoints(s.out)[-1], ["--resume", s.out]
-    code = """if True:
-        import fcntl
-        lock = open("lock", "w")
-        fcntl.lockf(lock, fcntl.LOCK_EX)
-        input("locked\\n")"""
+    code = ("import fcntl; lock = open('lock', 'w'); fcntl.lockf(lock, fcntl.LOCK_EX); "
+            "input('locked\\n')")
     other = subprocess.Popen([sys.executable, "-c", code], cwd=s.out,
                              stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert other.stdout.readline() == b"locked\n"
@@ -1188,8 +1183,7 @@ def test_train_a_damaged_file_is_named(settings, tmp_path, capsys):
     assert saved(s.out) == [6, 8]
     # A checkpoint that can't be saved is not one that is damaged
     branch = Path(s.out).with_name("branch")
-    (branch / "ckpt-0000010").mkdir(parents=True)
-    (branch / "ckpt-0000010/__0_0.distcp").mkdir()
+    (branch / "ckpt-0000010/__0_0.distcp").mkdir(parents=True)
     longer = [*resume, "--steps", "10", "--out", str(branch)]
     error = said(capsys, 1, train.main, longer)
     assert "can't save a checkpoint: " in error and "delete it" not in error
@@ -1401,9 +1395,8 @@ def test_data_the_default_is_the_standard_library_in_two_disjoint_parts(tmp_path
     train_text, val = (prepare.read_tokens(path).astype(np.uint8).tobytes()
                        for path in (a, b))
     prepare.prepare("python", tmp_path / "b")
-    for path in a, b:
-        again = tmp_path / "b" / path.relative_to(tmp_path / "a")
-        assert path.read_bytes() == again.read_bytes()
+    first, again = (sorted(tree(tmp_path / name).values()) for name in "ab")
+    assert first == again
     assert len(train_text) > 15 * len(val) > 10**6
     files = sorted(Path(os.__file__).parent.glob("[a-h]*.py"))
     parts = [(path.read_bytes() in train_text) + 2 * (path.read_bytes() in val)
@@ -1609,7 +1602,7 @@ def test_bench_a_study_of_the_front_pages_experiment_end_to_end(
     mine.write_text(code)
     command = ["study", "quick", "--with", str(mine), "--rows", "ufp4", "noisy",
                "--data", str(text), *("--layers 1 --dim 32 --heads 2 --hidden 32 "
-               "--seq-len 32 --batch-size 2 --steps 30 --lr 0.02").split()]
+               "--seq-len 32 --batch-size 2 --steps 30 --lr 0.02 --jobs 2").split()]
     bench.main(command)
     said, found, val = capsys.readouterr().out, {}, len(text.read_bytes()) // 10
     for path in bench.OUT.rglob("result.json"):
