@@ -730,7 +730,7 @@ def draw_sixteen(fig):
                     bbox={"fc": "white", "ec": "none", "pad": 1})
             largest = x[x.abs().argmax()]
             ax.set(xticks=[], yticks=[0, largest], yticklabels=["0", f"{largest:.1f}"],
-                   ylim=(min(x.min(), 0) - 0.13 * x.abs().max(), 1.13 * x.max()))
+                   ylim=(min(x.min(), 0) - 0.13 * x.abs().max(), 1.5 * x.max()))
         row[0].set_ylabel(when)
     for ax, (fmt, what) in zip(panels[0], GRIDS.items()):
         ax.set_title(f"{fmt.upper()}, the {what}", color=COLORS[fmt])
