@@ -11,7 +11,7 @@ out/MODEL-RECIPE-sSEED by default. The log begins with all settings, so --resume
 only the folder. Flags beside --resume override the settings. If a flag changes what is
 computed, the result is another run, a branch, and needs a folder of its own:
 
-    python train.py --resume out/a/ckpt-0000700 --recipe ufp4 --out out/c
+    python train.py --resume out/a/ckpt-STEP --recipe ufp4 --out out/c
 
 A recipe (see ufp4.py) says how the linear layers inside the transformer's blocks do
 their matrix products. Products are computed in BF16, or on hardware without it in
@@ -276,7 +276,7 @@ class Config:
     model: str = "small" if GPU else "nano"     # nano, nano-moe, small or small-moe
     data: str = "python"            # python, shakespeare, fineweb or a text file
     out: str = None                 # the run's folder (default: out/MODEL-RECIPE-sSEED)
-    resume: str = None              # go on with this run's folder, or a checkpoint
+    resume: str = None              # a run's folder or checkpoint; alone: that of --out
     prompt: str = None              # don't train: continue a text with --resume's run
     with_: str = None               # your own Python file, which adds to ufp4.RECIPES
     seed: int = 0                   # of weights, batches, rotations and random bits
@@ -491,6 +491,7 @@ def claim(config, data_version):
         raise ValueError(f"another process trains in {out}; take another --out")
     except (ImportError, OSError):      # Windows and some network disks have no locks
         pass
+    # A run goes on from its newest checkpoint. All others need a folder without any
     saved = checkpoints(out)
     newest = saved and goes_on(config) and saved[-1].samefile(config.resume)
     require(newest or not saved, f"{out} holds a run: --resume {out} goes on with it, "
