@@ -709,8 +709,8 @@ GRIDS = {"e2m1": "float grid", "e1m2": "uniform grid"}
 def draw_sixteen(fig):
     """A row of panels for the block before the RHT and one after it, a column for each
     grid. A number is a dot, with a line to the level that it is rounded to."""
-    fig.suptitle("Sixteen numbers: before the rotation (RHT)\n"
-                 "E2M1 rounds better, after it E1M2")
+    fig.suptitle("Sixteen numbers: E2M1 rounds better\n"
+                 "before the rotation (RHT), E1M2 after it")
     panels = fig.subplots(2, 2, sharex=True, sharey="row", height_ratios=(1.15, 1))
     blocks = {"before the RHT": ufp4.SIXTEEN,
               "after the RHT": ufp4.rotate(ufp4.SIXTEEN, ufp4.random_signs(0))}

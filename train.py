@@ -14,9 +14,9 @@ computed, the result is another run, a branch, and needs a folder of its own:
     python train.py --resume out/a/ckpt-STEP --recipe ufp4 --out out/c
 
 A recipe (see ufp4.py) says how the linear layers inside the transformer's blocks do
-their matrix products. Products are computed in BF16, or on hardware without it in
-float32 (--dtype), then also those of the recipe bf16. Weights, optimizer, residual
-stream, loss and router are always in float32.
+their matrix products. These are computed in BF16, or on hardware without it in float32
+(--dtype), even under the recipe bf16. Weights, optimizer, residual stream, loss and
+router are always in float32.
 """
 import signal
 import sys
@@ -41,8 +41,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-# OpenMP's threads wait for each other in a busy loop. If another program runs, this
-# makes steps many times slower, so let them sleep after some rounds
+# Torch's threads wait for each other in a busy loop. If another program runs, this
+# makes steps many times slower. So let them sleep after some rounds
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import numpy as np
@@ -71,6 +71,8 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled")
 GPU = torch.cuda.is_available()
 RANK = int(os.environ.get("RANK", 0))           # this process's number, from torchrun
 WORLD = int(os.environ.get("WORLD_SIZE", 1))    # how many processes there are
+if GPU and WORLD > 1:
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))        # each has its own GPU
 
 def all_sum(t):
     """Sum a tensor over the processes, in place."""
@@ -206,7 +208,7 @@ class GPT(nn.Module):
         super().__init__()
         self.use_bf16 = config.dtype == "bfloat16"
         layers, keep, bf16 = config.layers, config.keep_bf16, ufp4.RECIPES["bf16"]
-        # The last blocks are kept in BF16, or if `keep` is negative, the first ones
+        # The last `keep` blocks are not quantized, or if it is negative, the first ones
         kept = range(layers - keep, layers) if keep >= 0 else range(-keep)
         self.embed = nn.Embedding(vocab_size, config.dim)
         self.blocks = nn.ModuleList(
@@ -248,10 +250,10 @@ PRESETS = {
     "small-moe": dict(SMALL, hidden=352, experts=32, top_k=3)}
 
 RECIPE_FIELDS = ("fmt", "scale", "rht", "sr", "gemms", "rht_block")
-# --resume takes other values of these in the same folder, for this start alone. They
-# do not change what is computed, apart from random bits and the order of sums.
-# (--grad-accum changes a little more: each part of a batch has its own tensor scale,
-# with E4M3, and its own blocks of experts' tokens)
+
+# Flags that may differ when --resume goes on with a run. They do not change what is
+# computed, apart from random bits and the order of sums. (--grad-accum changes a little
+# more: each part of a batch is quantized by itself)
 MAY_CHANGE = {"out", "resume", "prompt", "with_", "device", "compile", "grad_accum",
               "eval_interval", "save_interval", "log_interval", "sample"}
 
@@ -276,14 +278,14 @@ class Config:
     model: str = "small" if GPU else "nano"     # nano, nano-moe, small or small-moe
     data: str = "python"            # python, shakespeare, fineweb or a text file
     out: str = None                 # the run's folder (default: out/MODEL-RECIPE-sSEED)
-    resume: str = None              # a run's folder or checkpoint; alone: that of --out
+    resume: str = None              # a run's folder or checkpoint; no value: --out's
     prompt: str = None              # don't train: continue a text with --resume's run
     with_: str = None               # your own Python file, which adds to ufp4.RECIPES
     seed: int = 0                   # of weights, batches, rotations and random bits
     keep_bf16: int = 0              # blocks not quantized: the last N; -N: the first N
     device: str = "cuda" if GPU else "cpu"      # cpu, cuda, cuda:1, mps, ...
     dtype: str = None               # of products (default: bfloat16 if hardware has it)
-    compile: bool = False           # torch.compile blocks
+    compile: bool = False           # torch.compile blocks (quantizers always are)
     grad_accum: int = 1             # parts of a step's batch, to save memory
     warmup: int = None              # steps (default: a tenth of the preset's --steps)
     final_lr_frac: float = 0.1      # final learning rate, as a fraction of the peak
@@ -342,8 +344,6 @@ class Config:
                 f"--eval-windows must be a multiple of {WORLD} processes")
         require(self.dtype in (None, "float32", "bfloat16"),
                 "--dtype: float32 or bfloat16")
-        if self.device == "cuda" and WORLD > 1:
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         try:
             torch.empty(1, device=self.device)
         except (RuntimeError, AssertionError) as e:
@@ -368,7 +368,7 @@ def make_recipe(config):
         value = getattr(config, name)
         if value is None:
             continue
-        require(recipe.fmt, f"{flag(name)} changes nothing: {config.recipe} quantizes "
+        require(recipe.fmt, f"{flag(name)} has no effect: {config.recipe} quantizes "
                 "nothing")
         if name in ("rht", "sr", "gemms"):
             value = () if value == "none" else tuple(value.replace(" ", "").split(","))
@@ -426,7 +426,7 @@ def validate(model, val, config):
     size = config.batch_size // (WORLD * config.grad_accum)     # windows at a time
     batches = [starts[i:i + size] for i in range(0, len(starts), size)]
     model.eval()
-    # The same random bits each time, for --sr x. (Each step of training seeds anew)
+    # If X is rounded stochastically (--sr x), take the same random bits each time
     torch.manual_seed(config.seed)
     losses = [model(*windows(val, batch, config)) * len(batch) for batch in batches]
     loss = all_sum(torch.stack(losses).sum()).item() / config.eval_windows
@@ -461,7 +461,8 @@ def read_log(path):
     return [header, *(steps[n] for n in sorted(steps))]
 
 def resumed(given):
-    """The flags that are given, and for all others the settings of --resume's run."""
+    """The flags that are given, and for all others the settings of --resume's run, as a
+    dict."""
     path = Path(given.get("resume") or Config(**given).out)
     if checkpoints(path):                               # it is a run's folder
         path = checkpoints(path)[-1]
@@ -472,11 +473,14 @@ def resumed(given):
                 f"{flag(name)} {given.get(name)}: {path} has {old[name]}")
     if "recipe" in given:       # a new recipe drops the old run's --fmt, --rht, ...
         old |= dict.fromkeys(RECIPE_FIELDS)
+    # Of two dicts the later one wins
     return old | {"out": str(path.parent)} | given | {"resume": str(path)}
 
 def goes_on(config):
-    """Whether --resume goes on with the run in --out. Else it branches."""
-    return bool(config.resume) and Path(config.resume).parent.samefile(config.out)
+    """Whether --resume names the newest checkpoint in --out, and so goes on with that
+    run. If not, another run begins in --out."""
+    saved = checkpoints(config.out)
+    return bool(config.resume and saved) and saved[-1].samefile(config.resume)
 
 def claim(config, data_version):
     """Lock the run's folder for this process. Returns the lock, an open file.
@@ -491,19 +495,17 @@ def claim(config, data_version):
         raise ValueError(f"another process trains in {out}; take another --out")
     except (ImportError, OSError):      # Windows and some network disks have no locks
         pass
-    # A run goes on from its newest checkpoint. All others need a folder without any
-    saved = checkpoints(out)
-    newest = saved and goes_on(config) and saved[-1].samefile(config.resume)
-    require(newest or not saved, f"{out} holds a run: --resume {out} goes on with it, "
-            "--out with a new folder begins another")
-    if not saved:       # delete the log of a run that ended before a checkpoint
+    same_run = goes_on(config)
+    require(same_run or not checkpoints(out), f"{out} holds a run: --resume {out} goes "
+            "on with it, --out with a new folder begins another")
+    if not same_run:    # delete the log of a run that ended before a checkpoint
         (out / "log.jsonl").unlink(missing_ok=True)
     if config.resume:
         old = read_log(Path(config.resume).parent / "log.jsonl")[0]
         changed = [flag(name) for name, value in old["settings"].items()
                    if name not in MAY_CHANGE and value != getattr(config, name)]
-        require(not (changed and newest), f"{', '.join(changed)} would change the run "
-                f"in {out}; to branch from it, add --out with a new folder")
+        require(not (same_run and changed), f"{', '.join(changed)} would change the "
+                f"run in {out}; to branch from it, add --out with a new folder")
         # The same --data may be another text, or have more shards now
         require("--data" in changed or data_version == old["data_version"],
                 f"--data {config.data} is {data_version} now and was "
@@ -511,9 +513,9 @@ def claim(config, data_version):
     return lock
 
 def state_of(model, optimizer, step=0):
-    """What a checkpoint holds, as a dict. Its tensors are those of the model, buffers
-    included, and of the optimizer, which are made if it is new. So load() writes right
-    into them. (Random bits and batches follow from seed and step.)"""
+    """What a checkpoint holds: the model's and the optimizer's own tensors, in a dict.
+    So load() writes right into them. (get_state_dict makes those of a new optimizer.
+    Random bits and batches follow from seed and step.)"""
     weights, moments = get_state_dict(model, optimizer)
     return {"model": weights, "optimizer": moments, "step": step}
 
@@ -633,7 +635,7 @@ def train(config):
                 part_loss = model(inputs, targets) / config.grad_accum
                 part_loss.backward()        # FSDP averages over processes here
                 loss += part_loss.detach()
-            # Clips, if asked to, and returns the norm before that
+            # Clips (not at --clip 0), and returns the norm before that
             norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip or math.inf)
             norm = norm.full_tensor() if WORLD > 1 else norm        # FSDP's is sharded
             optimizer.step()
@@ -643,8 +645,7 @@ def train(config):
 
             done = step + 1
             last = done == config.steps
-            # Did any process get a signal? (Asked by a CPU tensor, so that nothing
-            # waits for the GPU)
+            # Did any process get a signal? (A tensor on the CPU: no wait for the GPU)
             stops = all_sum(torch.tensor(len(signals))).item() > 0
             saves = last or stops or done % config.save_interval == 0
             validates = last or done % config.eval_interval == 0

@@ -25,7 +25,7 @@ import tiktoken
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent
-MAGIC, VERSION, HEADER = 20240520, 1, 256 * 4
+MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 256 * 4
 SHAKESPEARE = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/"
                "tinyshakespeare/input.txt")
 FINEWEB = "https://huggingface.co/datasets/kjj0/fineweb10B-gpt2/resolve/main"
@@ -49,7 +49,7 @@ def decode(tokens, vocab_size):
     return tiktoken.get_encoding("gpt2").decode(tokens)
 
 # ---- Files ----
-# Files are written by another name, and renamed when they are whole.
+# Files are written under another name, and renamed when they are complete.
 
 def write_tokens(path, tokens):
     """Write a token file. tokens: ints under 65536."""
@@ -64,9 +64,9 @@ def read_tokens(path):
     """The tokens of a file, memory-mapped: uint16 (n,). ValueError if it is damaged."""
     header = np.fromfile(path, dtype=np.int32, count=256).tolist()
     if (len(header) < 256 or header[:2] != [MAGIC, VERSION]
-            or os.path.getsize(path) != HEADER + 2 * header[2]):
+            or os.path.getsize(path) != HEADER_BYTES + 2 * header[2]):
         raise ValueError(f"{path} is damaged: delete it, and train.py makes it again")
-    return np.memmap(path, dtype=np.uint16, mode="r", offset=HEADER, shape=header[2])
+    return np.memmap(path, np.uint16, "r", offset=HEADER_BYTES, shape=header[2])
 
 def download(url, path):
     """Fetch url to path. OSError if that fails."""
@@ -85,7 +85,7 @@ def download(url, path):
 # ---- Data sets ----
 
 def standard_library():
-    """The source of Python's standard library: bytes to train on, and for validation.
+    """The source of Python's standard library -> (training bytes, validation bytes).
     One file in twenty is for validation, chosen by a hash of the names."""
     lib = Path(sysconfig.get_paths()["stdlib"])
     skip = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3",
@@ -99,8 +99,8 @@ def standard_library():
     return b"".join(train), b"".join(val)
 
 def prepare(name="python", root=ROOT, shards=1, url=FINEWEB):
-    """Make the token files of a data set that are missing -> (the paths of those to
-    train on, the path of that for validation).
+    """Make the token files of a data set that are missing -> ([training files],
+    validation file), paths.
 
     name: "python", "shakespeare", "fineweb" or a text file. shards: how many shards of
     FineWeb to download. If more are there already, all are returned. ValueError for
@@ -142,7 +142,7 @@ def prepare(name="python", root=ROOT, shards=1, url=FINEWEB):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Prepare a data set for train.py.")
     parser.add_argument("name", help="python, shakespeare, fineweb, or a text file")
-    parser.add_argument("--shards", type=int, default=1, help="how many of fineweb")
+    parser.add_argument("--shards", type=int, default=1, help="how many FineWeb shards")
     args = parser.parse_args()
     try:
         train, val = prepare(args.name, shards=args.shards)
