@@ -1106,7 +1106,7 @@ def bench_kernels(args):
     h = ufp4.rotate(torch.eye(16), RECIPES["ufp4"].signs).to(x)
     ms = timed(lambda: quantize((x.view(-1, 16) @ h).view(x.shape), plain))
     row("RHT, then quantize / quantize alone", median(ms) / unrotated, ms)
-    a, b = (kernels.Packed(*quantize(t, rotated)[:3], rotated[0]) for t in (x, w))
+    a, b = (kernels.Quantized(*quantize(t, rotated)[:3], rotated[0]) for t in (x, w))
     bf16 = median(timed(lambda: torch.mm(x, w.T, out=y)))
     ms = timed(lambda: kernels.matmul(a, b, x.dtype))
     row("packed GEMM, decoded for cuBLAS: share of cuBLAS bf16", bf16 / median(ms), ms)

@@ -3,20 +3,21 @@
     python train.py --recipe bf16 --out out/a   # 0.9M parameters, or on a GPU 26M
     python train.py --recipe ufp4 --out out/b   # the same in 4 bits
     python train.py --resume out/b              # goes on after Ctrl-C or a crash
-    python train.py --resume out/b --prompt "def "          # continues a text
+    python train.py --resume out/b --prompt "def "          # generates text
     torchrun --nproc-per-node 8 train.py --recipe ufp4      # on 8 GPUs
 
 A run keeps log.jsonl and its last two checkpoints in its folder, --out, which is
 out/MODEL-RECIPE-sSEED by default. The log begins with all settings, so --resume needs
-only the folder. Flags beside --resume override the settings. If a flag changes what is
-computed, the result is another run, a branch, and needs a folder of its own:
+only the folder. Flags beside --resume override the settings, for this start alone. If
+a flag changes what is computed, the result is another run, a branch, and needs a folder
+of its own:
 
     python train.py --resume out/a/ckpt-STEP --recipe ufp4 --out out/c
 
 A recipe (see ufp4.py) says how the linear layers inside the transformer's blocks do
-their matrix products. These are computed in BF16, or on hardware without it in float32
-(--dtype), even under the recipe bf16. Weights, optimizer, residual stream, loss and
-router are always in float32.
+their matrix products. (The recipe bf16 quantizes nothing.) All products are computed in
+BF16, or on hardware without it in float32, see --dtype. Weights, optimizer, residual
+stream, loss and router are always in float32.
 """
 import signal
 import sys
@@ -143,9 +144,9 @@ class ExpertLinear(nn.Module):
 
 class MoE(nn.Module):
     """Many small experts, and a shared one for all tokens (arXiv 2401.06066). A token
-    goes to the k experts with the highest scores. No token is dropped. The load is
-    balanced without an auxiliary loss (arXiv 2408.15664): a bias is added to the scores
-    when experts are chosen, but not when their outputs are weighted."""
+    goes to the k experts with the largest score + bias. No token is dropped. The bias,
+    which no gradient trains, balances their load (arXiv 2408.15664). Outputs of experts
+    are weighted by scores alone."""
     def __init__(self, config, recipe):
         super().__init__()
         dim, hidden, experts = config.dim, config.hidden, config.experts
@@ -251,9 +252,8 @@ PRESETS = {
 
 RECIPE_FIELDS = ("fmt", "scale", "rht", "sr", "gemms", "rht_block")
 
-# Flags that may differ when --resume goes on with a run. They do not change what is
-# computed, apart from random bits and the order of sums. (--grad-accum changes a little
-# more: each part of a batch is quantized by itself)
+# Flags that may differ when --resume goes on with a run. They change no more than
+# random bits, the order of sums and, by --grad-accum, what is quantized together.
 MAY_CHANGE = {"out", "resume", "prompt", "with_", "device", "compile", "grad_accum",
               "eval_interval", "save_interval", "log_interval", "sample"}
 
@@ -279,14 +279,14 @@ class Config:
     data: str = "python"            # python, shakespeare, fineweb or a text file
     out: str = None                 # the run's folder (default: out/MODEL-RECIPE-sSEED)
     resume: str = None              # a run's folder or checkpoint; no value: --out's
-    prompt: str = None              # don't train: continue a text with --resume's run
+    prompt: str = None              # generate text after this, by --resume's run
     with_: str = None               # your own Python file, which adds to ufp4.RECIPES
     seed: int = 0                   # of weights, batches, rotations and random bits
     keep_bf16: int = 0              # blocks not quantized: the last N; -N: the first N
     device: str = "cuda" if GPU else "cpu"      # cpu, cuda, cuda:1, mps, ...
     dtype: str = None               # of products (default: bfloat16 if hardware has it)
     compile: bool = False           # torch.compile blocks (quantizers always are)
-    grad_accum: int = 1             # parts of a step's batch, to save memory
+    grad_accum: int = 1             # micro-batches of a step, to save memory
     warmup: int = None              # steps (default: a tenth of the preset's --steps)
     final_lr_frac: float = 0.1      # final learning rate, as a fraction of the peak
     weight_decay: float = 0.1       # of matrices, by AdamW
@@ -295,14 +295,14 @@ class Config:
     eval_windows: int = 128         # validation windows of SEQ_LEN tokens
     save_interval: int = 100        # steps between checkpoints
     log_interval: int = 10          # steps between lines of the log
-    sample: int = 200               # tokens by which to continue --prompt
+    sample: int = 200               # how many tokens to generate after --prompt
     # The preset gives these, unless a flag does
     layers: int = None              # number of blocks
     dim: int = None                 # width of the residual stream
     heads: int = None               # attention heads
     hidden: int = None              # width inside the MLP, or inside each expert
     experts: int = None             # experts in a block; 0 for a dense model
-    top_k: int = None               # experts that each token takes
+    top_k: int = None               # experts per token
     seq_len: int = None             # tokens in a sequence
     batch_size: int = None          # sequences in a step, of all processes and parts
     steps: int = None               # steps in all
@@ -361,7 +361,7 @@ class Config:
             self.out += f"-s{self.seed}"
 
 def make_recipe(config):
-    """The recipe, with what flags change. The random signs of the RHT follow from the
+    """The recipe, as changed by flags. The random signs of the RHT follow from the
     seed, and are the same in all layers and steps."""
     recipe = copy.copy(ufp4.lookup("recipe", config.recipe, ufp4.RECIPES))
     for name in RECIPE_FIELDS:
@@ -495,27 +495,26 @@ def claim(config, data_version):
         raise ValueError(f"another process trains in {out}; take another --out")
     except (ImportError, OSError):      # Windows and some network disks have no locks
         pass
-    same_run = goes_on(config)
-    require(same_run or not checkpoints(out), f"{out} holds a run: --resume {out} goes "
-            "on with it, --out with a new folder begins another")
-    if not same_run:    # delete the log of a run that ended before a checkpoint
-        (out / "log.jsonl").unlink(missing_ok=True)
+    if not goes_on(config):
+        require(not checkpoints(out), f"{out} holds a run: --resume {out} goes on with "
+                "it, --out with a new folder begins another")
+        (out / "log.jsonl").unlink(missing_ok=True)     # of a run without a checkpoint
     if config.resume:
         old = read_log(Path(config.resume).parent / "log.jsonl")[0]
         changed = [flag(name) for name, value in old["settings"].items()
                    if name not in MAY_CHANGE and value != getattr(config, name)]
-        require(not (same_run and changed), f"{', '.join(changed)} would change the "
-                f"run in {out}; to branch from it, add --out with a new folder")
-        # The same --data may be another text, or have more shards now
-        require("--data" in changed or data_version == old["data_version"],
-                f"--data {config.data} is {data_version} now and was "
-                f"{old['data_version']}")
+        if goes_on(config):
+            require(not changed, f"{', '.join(changed)} would change the run in {out}; "
+                    "to branch from it, add --out with a new folder")
+        if "--data" not in changed:     # may be another text, or have more shards now
+            require(data_version == old["data_version"], f"--data {config.data} is "
+                    f"{data_version} now and was {old['data_version']}")
     return lock
 
 def state_of(model, optimizer, step=0):
-    """What a checkpoint holds: the model's and the optimizer's own tensors, in a dict.
-    So load() writes right into them. (get_state_dict makes those of a new optimizer.
-    Random bits and batches follow from seed and step.)"""
+    """What a checkpoint holds, a dict. Its tensors are those of the model and the
+    optimizer, not copies (get_state_dict makes a new optimizer's moments). So load()
+    fills these in place. Random bits and batches follow from seed and step."""
     weights, moments = get_state_dict(model, optimizer)
     return {"model": weights, "optimizer": moments, "step": step}
 
@@ -599,7 +598,8 @@ def train(config):
     recipe = make_recipe(config)
     model, optimizer = build(config, recipe, vocabulary(config.data))
     shards, val, data_version = load_data(config)
-    lock = claim(config, data_version) if RANK == 0 else None   # held while it is open
+    # The folder is locked as long as this file is open
+    lock = claim(config, data_version) if RANK == 0 else None
     start, val_loss = 0, None
     if config.resume:
         state = state_of(model, optimizer)
@@ -680,7 +680,7 @@ def train(config):
             # Validating and saving do not count in the next tokens/s
             last_logged, clock = done, time.perf_counter()
 
-    say(f"to continue a text: --resume {config.out} --prompt TEXT; to compare runs: "
+    say(f"to generate text: --resume {config.out} --prompt TEXT; to compare runs: "
         "python bench.py runs")
     return val_loss
 

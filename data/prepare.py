@@ -56,9 +56,10 @@ def write_tokens(path, tokens):
     header = np.zeros(256, dtype=np.int32)
     header[:3] = MAGIC, VERSION, len(tokens)
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    part.write_bytes(header.tobytes() + np.asarray(tokens, dtype=np.uint16).tobytes())
-    os.replace(part, path)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    tokens = np.asarray(tokens, dtype=np.uint16)
+    temporary.write_bytes(header.tobytes() + tokens.tobytes())
+    os.replace(temporary, path)
 
 def read_tokens(path):
     """The tokens of a file, memory-mapped: uint16 (n,). ValueError if it is damaged."""
@@ -71,16 +72,17 @@ def read_tokens(path):
 def download(url, path):
     """Fetch url to path. OSError if that fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with tqdm(desc=path.name, unit="B", unit_scale=True) as bar:
-            urllib.request.urlretrieve(url, part, lambda n, size, _: bar.update(size))
-        os.replace(part, path)
+            urllib.request.urlretrieve(url, temporary,
+                                       lambda n, size, _: bar.update(size))
+        os.replace(temporary, path)
     except OSError as e:
         raise OSError(f"could not download {url}: {e}. Without a network use --data "
                       f"python or a text file of yours, or put the file at {path}")
     finally:
-        part.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 # ---- Data sets ----
 
@@ -94,17 +96,17 @@ def standard_library():
     for path in sorted(lib.rglob("*.py")):
         name = path.relative_to(lib)
         if not skip & set(name.parts):
-            part = val if zlib.crc32(name.as_posix().encode()) % 20 == 0 else train
-            part.append(path.read_bytes())
+            split = val if zlib.crc32(name.as_posix().encode()) % 20 == 0 else train
+            split.append(path.read_bytes())
     return b"".join(train), b"".join(val)
 
 def prepare(name="python", root=ROOT, shards=1, url=FINEWEB):
-    """Make the token files of a data set that are missing -> ([training files],
-    validation file), paths.
+    """Make the token files of a data set, if they are missing. Returns the paths of the
+    files to train on, a list, and the path of the validation file.
 
     name: "python", "shakespeare", "fineweb" or a text file. shards: how many shards of
-    FineWeb to download. If more are there already, all are returned. ValueError for
-    any other name, OSError for a failed download."""
+    FineWeb to download, at least. train.py takes all that are there. ValueError for any
+    other name, OSError for a failed download."""
     if name == "fineweb":
         folder = root / name
         for part in ["val_000000", *(f"train_{i:06d}" for i in range(1, shards + 1))]:
