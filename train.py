@@ -72,8 +72,6 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled")
 GPU = torch.cuda.is_available()
 RANK = int(os.environ.get("RANK", 0))           # this process's number, from torchrun
 WORLD = int(os.environ.get("WORLD_SIZE", 1))    # how many processes there are
-if GPU and WORLD > 1:
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))        # each has its own GPU
 
 def all_sum(t):
     """Sum a tensor over the processes, in place."""
@@ -255,6 +253,7 @@ RECIPE_FIELDS = ("fmt", "scale", "rht", "sr", "gemms", "rht_block")
 # Flags that may differ when --resume goes on with a run. They change no more than
 # random bits, the order of sums and, by --grad-accum, what is quantized together.
 MAY_CHANGE = {"out", "resume", "prompt", "with_", "device", "compile", "grad_accum",
+              "data",       # by another path. Its content is compared
               "eval_interval", "save_interval", "log_interval", "sample"}
 
 def flag(name):
@@ -345,6 +344,8 @@ class Config:
         require(self.dtype in (None, "float32", "bfloat16"),
                 "--dtype: float32 or bfloat16")
         try:
+            if self.device == "cuda" and WORLD > 1:     # each process has its own GPU
+                torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
             torch.empty(1, device=self.device)
         except (RuntimeError, AssertionError) as e:
             raise ValueError(f"--device {self.device}: {str(e).splitlines()[0]}") from e
@@ -438,11 +439,12 @@ def validate(model, val, config):
     return found
 
 # --- A run's folder ------------------------------------------------------------------
-# Checkpoints are folders, ckpt-STEP, of torch.distributed.checkpoint (DCP).
+# Checkpoints are folders of torch.distributed.checkpoint (DCP), such as ckpt-0000700.
+CHECKPOINT = "ckpt-" + 7 * "[0-9]"
 
 def checkpoints(folder):
     """The complete checkpoints in a folder, oldest first. DCP writes .metadata last."""
-    return sorted(path.parent for path in Path(folder).glob("ckpt-[0-9]*/.metadata"))
+    return sorted(path.parent for path in Path(folder).glob(f"{CHECKPOINT}/.metadata"))
 
 def read_log(path):
     """-> [header, step, step, ...], dicts. Each start of a run logs a header with its
@@ -463,7 +465,7 @@ def read_log(path):
 def resumed(given):
     """The flags that are given, and for all others the settings of --resume's run, as a
     dict."""
-    path = Path(given.get("resume") or Config(**given).out)
+    path = Path(given.get("resume") or given.get("out") or Config(**given).out)
     if checkpoints(path):                               # it is a run's folder
         path = checkpoints(path)[-1]
     require((path / ".metadata").exists(), f"--resume {path}: no such checkpoint")
@@ -495,18 +497,18 @@ def claim(config, data_version):
         raise ValueError(f"another process trains in {out}; take another --out")
     except (ImportError, OSError):      # Windows and some network disks have no locks
         pass
-    if not goes_on(config):
-        require(not checkpoints(out), f"{out} holds a run: --resume {out} goes on with "
-                "it, --out with a new folder begins another")
-        (out / "log.jsonl").unlink(missing_ok=True)     # of a run without a checkpoint
+    same_run = goes_on(config)
+    require(same_run or not checkpoints(out), f"{out} holds a run: --resume {out} goes "
+            "on with it, --out with a new folder begins another")
     if config.resume:
         old = read_log(Path(config.resume).parent / "log.jsonl")[0]
         changed = [flag(name) for name, value in old["settings"].items()
                    if name not in MAY_CHANGE and value != getattr(config, name)]
-        if goes_on(config):
+        if same_run:
             require(not changed, f"{', '.join(changed)} would change the run in {out}; "
                     "to branch from it, add --out with a new folder")
-        if "--data" not in changed:     # may be another text, or have more shards now
+        # A branch may take other --data, but not a text that was edited since
+        if same_run or config.data == old["settings"]["data"]:
             require(data_version == old["data_version"], f"--data {config.data} is "
                     f"{data_version} now and was {old['data_version']}")
     return lock
@@ -523,7 +525,7 @@ def save(config, step, model, optimizer):
     out = Path(config.out)
     dcp.save(state_of(model, optimizer, step), checkpoint_id=out / f"ckpt-{step:07d}")
     if RANK == 0:
-        for path in set(out.glob("ckpt-[0-9]*")) - set(checkpoints(out)[-2:]):
+        for path in set(out.glob(CHECKPOINT)) - set(checkpoints(out)[-2:]):
             shutil.rmtree(path)
 
 def load(path, state):
@@ -536,10 +538,10 @@ def load(path, state):
         raise ValueError(f"can't load {path}: {error!r}; if it is damaged, delete it, "
                          "and --resume takes the one before") from e
 
-def log(config, record):
-    """Append a dict to the log, as a line."""
+def log(config, record, mode="a"):
+    """Append a dict to the log, as a line, or with mode "w" begin a new log."""
     if RANK == 0:
-        with open(Path(config.out) / "log.jsonl", "a") as file:
+        with open(Path(config.out) / "log.jsonl", mode) as file:
             file.write(json.dumps(record) + "\n")
 
 def git_commit():
@@ -608,9 +610,10 @@ def train(config):
         require(goes_on(config) or start < config.steps,
                 f"{config.resume} is at step {start}: a branch needs more --steps")
     name = hardware(config.device)[0]
-    log(config, {"settings": vars(config), "data_version": data_version,
-                 "start": start, "commit": git_commit(), "processes": WORLD,
-                 "torch": torch.__version__, "hardware": name})
+    header = {"settings": vars(config), "data_version": data_version, "start": start,
+              "commit": git_commit(), "processes": WORLD, "torch": torch.__version__,
+              "hardware": name}
+    log(config, header, "a" if goes_on(config) else "w")
     parameters = sum(p.numel() for p in model.parameters())
     say(f"{config.model}, {parameters / 1e6:.2f}M parameters, recipe {config.recipe}, "
         f"{config.dtype} on {WORLD} x {name}, steps {start} to {config.steps}, "
