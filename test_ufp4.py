@@ -1121,7 +1121,7 @@ def test_train_a_branch_is_another_run_in_another_folder(
         settings, text, tmp_path, monkeypatch):
     """Whatever changes a run is refused in its own folder."""
     run = tmp_path / "out/run"
-    assert "no such checkpoint" in refused("--resume", str(run))
+    assert "there is no checkpoint in" in refused("--resume", str(run))
     train.train(settings("--recipe", "bf16", "--keep-bf16", "1"))
     start, end = str(train.checkpoints(run)[0]), weights(run)       # of step 6
 
@@ -1145,7 +1145,7 @@ def test_train_a_branch_is_another_run_in_another_folder(
         s = train.parse_args(["--out", str(run), *plain])
         assert s.resume == str(train.checkpoints(run)[-1])
     assert "holds a run" in refused("--resume", start)          # not the last
-    assert "no such checkpoint" in refused("--resume", start[:-1] + "7")
+    assert "there is no checkpoint in" in refused("--resume", start[:-1] + "7")
     log = tmp_path / "out/new/log.jsonl"
     log.parent.mkdir()
     log.write_text("kept")
@@ -1227,6 +1227,10 @@ def test_train_a_file_of_ones_own_adds_a_recipe(settings, tmp_path, monkeypatch)
     done = subprocess.run([sys.executable, HERE / "train.py", "--resume", s.out],
                           text=True, capture_output=True)
     assert "recipe mine" in done.stdout and done.returncode == 0, done.stderr
+    with open(tmp_path / "random.py", "a") as file:
+        file.write("# edited")
+    with pytest.raises(ValueError, match="random.py, which was edited, would change"):
+        train.train(train.parse_args(["--resume", s.out]))
 
 @pytest.mark.parametrize("where,interval", [("loss", "1"), ("gradient", "100")])
 def test_train_what_is_not_finite_stops_the_run_before_it_is_saved(

@@ -14,6 +14,8 @@ of its own:
 
     python train.py --resume out/a/ckpt-STEP --recipe ufp4 --out out/c
 
+(STEP is a number such as 0000700. --save-interval says when checkpoints are made.)
+
 A recipe (see ufp4.py) says how the linear layers inside the transformer's blocks do
 their matrix products. (The recipe bf16 quantizes nothing.) All products are computed in
 BF16, or on hardware without it in float32, see --dtype. Weights, optimizer, residual
@@ -38,6 +40,7 @@ import subprocess
 import threading
 import time
 import warnings
+import zlib
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -286,7 +289,7 @@ class Config:
     dtype: str = None               # of products (default: bfloat16 if hardware has it)
     compile: bool = False           # torch.compile blocks (quantizers always are)
     grad_accum: int = 1             # micro-batches of a step, to save memory
-    warmup: int = None              # steps (default: a tenth of the preset's --steps)
+    warmup: int = None              # steps (default: a tenth of the preset's, or fewer)
     final_lr_frac: float = 0.1      # final learning rate, as a fraction of the peak
     weight_decay: float = 0.1       # of matrices, by AdamW
     clip: float = 1.0               # largest gradient norm; 0 does not clip
@@ -468,7 +471,7 @@ def resumed(given):
     path = Path(given.get("resume") or given.get("out") or Config(**given).out)
     if checkpoints(path):                               # it is a run's folder
         path = checkpoints(path)[-1]
-    require((path / ".metadata").exists(), f"--resume {path}: no such checkpoint")
+    require((path / ".metadata").exists(), f"there is no checkpoint in {path}")
     old = read_log(path.parent / "log.jsonl")[0]["settings"]
     for name in ("model", "layers", "dim", "heads", "hidden", "experts", "top_k"):
         require(name not in given or given[name] == old[name],
@@ -505,6 +508,8 @@ def claim(config, data_version):
         changed = [flag(name) for name, value in old["settings"].items()
                    if name not in MAY_CHANGE and value != getattr(config, name)]
         if same_run:
+            if with_version(config) != old.get("with_version"):
+                changed.append(f"{config.with_}, which was edited,")
             require(not changed, f"{', '.join(changed)} would change the run in {out}; "
                     "to branch from it, add --out with a new folder")
         # A branch may take other --data, but not a text that was edited since
@@ -543,6 +548,10 @@ def log(config, record, mode="a"):
     if RANK == 0:
         with open(Path(config.out) / "log.jsonl", mode) as file:
             file.write(json.dumps(record) + "\n")
+
+def with_version(config):
+    """A checksum of the file of --with."""
+    return config.with_ and zlib.crc32(Path(config.with_).read_bytes())
 
 def git_commit():
     """The commit of this code, "-dirty" if it was changed; None outside of git."""
@@ -608,9 +617,11 @@ def train(config):
         load(config.resume, state)
         start = state["step"]
         require(goes_on(config) or start < config.steps,
-                f"{config.resume} is at step {start}: a branch needs more --steps")
+                f"{config.resume} is at step {start}: a branch needs more --steps, or "
+                "an earlier checkpoint")
     name = hardware(config.device)[0]
-    header = {"settings": vars(config), "data_version": data_version, "start": start,
+    header = {"settings": vars(config), "data_version": data_version,
+              "with_version": with_version(config), "start": start,
               "commit": git_commit(), "processes": WORLD, "torch": torch.__version__,
               "hardware": name}
     log(config, header, "a" if goes_on(config) else "w")
@@ -714,7 +725,7 @@ def parse_args(argv=()):
     comments = dict(re.findall(r"^    (\w+): .*# (.*)", source, re.M))
     for f in fields(Config):
         how = ({"action": argparse.BooleanOptionalAction} if f.type is bool
-               else {"type": f.type})
+               else {"type": f.type, "metavar": f.name.strip("_").upper()})
         if f.name == "resume":
             how |= {"nargs": "?", "const": ""}
         elif f.default is not None:
