@@ -256,7 +256,7 @@ RECIPE_FIELDS = ("fmt", "scale", "rht", "sr", "gemms", "rht_block")
 # Flags that may differ when --resume goes on with a run. They change no more than
 # random bits, the order of sums and, by --grad-accum, what is quantized together.
 MAY_CHANGE = {"out", "resume", "prompt", "with_", "device", "compile", "grad_accum",
-              "data",       # by another path. Its content is compared
+              "data",       # the same file in another folder. Its content is compared
               "eval_interval", "save_interval", "log_interval", "sample"}
 
 def flag(name):
