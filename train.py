@@ -287,7 +287,7 @@ class Config:
     keep_bf16: int = 0              # blocks not quantized: the last N; -N: the first N
     device: str = "cuda" if GPU else "cpu"      # cpu, cuda, cuda:1, mps, ...
     dtype: str = None               # of products (default: bfloat16 if hardware has it)
-    compile: bool = False           # torch.compile blocks (quantizers always are)
+    compile: bool = False           # torch.compile the transformer's blocks
     grad_accum: int = 1             # micro-batches of a step, to save memory
     warmup: int = None              # steps (default: a tenth of the preset's, or fewer)
     final_lr_frac: float = 0.1      # final learning rate, as a fraction of the peak
