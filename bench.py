@@ -43,6 +43,7 @@ import subprocess
 import sys
 import time
 import types
+import warnings
 import zlib
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -216,9 +217,10 @@ for like in ("ufp4", "e2m1"):
     for place in (("x", "wgrad"), ("w", "dgrad")):
         experiment(f"{like}-sr-dy-{'-'.join(place)}", like, (place,), stochastic=True)
 # Square tiles of W share a scale
-experiment("e2m1-tiles", "e2m1", (("w", "fprop"), ("w", "dgrad")), tiles=True)
+experiment("e2m1-tiles", "e2m1", (("w", "fprop"), ("w", "dgrad")),
+           scale=ufp4.Tiles(ufp4.scale_fp32))
 # A rotation without random signs
-experiment("ufp4-no-signs", "ufp4", signs=torch.ones(16))
+experiment("ufp4-no-signs", "ufp4", signs=16 * (1.0,))
 OURS = dict(RECIPES)                    # without those of a user's file
 
 class NoNorm(nn.RMSNorm):
@@ -967,14 +969,11 @@ def bench_cpu(args):
 # ---- dispatch: what the kernels compile to on GPUs that need not be here ----
 
 def calls():
-    """{what is measured: the operands of rows and of columns, by their names}."""
-    import kernels
-    q, name = RECIPES["ufp4"].quantizer, kernels.operand_name
-    x, dy = [q("x", "fprop"), q("x", "wgrad")], [q("dy", "dgrad"), q("dy", "wgrad")]
-    return {"one orientation, nearest": [name(x[0], "packed"), None],
-            "both orientations, nearest": [name(q, "packed") for q in x],
-            "both orientations, stochastic": [name(q, "packed") for q in dy],
-            "dY of a layer": [name(q, "decoded") for q in dy]}
+    """{what is measured: (its Quantizer, whether X is transposed)}."""
+    q = RECIPES["ufp4"].quantizer
+    return {"X, rows": (q("x", "fprop"), False), "X, columns": (q("x", "wgrad"), True),
+            "dY, rows": (q("dy", "dgrad"), False),
+            "dY, columns": (q("dy", "wgrad"), True)}
 
 def compiled(name, arch):
     """The code of quantize_kernel for one of calls(), or of matmul_kernel for a recipe,
@@ -982,10 +981,10 @@ def compiled(name, arch):
 
     This calls what launches the kernel, with tensors without memory. Triton is told
     that a GPU is here, and to compile without a launch."""
-    import kernels
     from triton import JITFunction
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
+    kernels, _ = ufp4.load_kernels()
     target = GPUTarget("cuda", int(arch[3:]), 32)
     driver.set_active(types.SimpleNamespace(
         get_current_target=lambda: target, get_current_device=lambda: 0,
@@ -997,12 +996,15 @@ def compiled(name, arch):
         found.append(run(self, *args, warmup=True, **options))
     JITFunction.run = compile_only
     x = torch.empty(8192, 8192, dtype=torch.bfloat16, device="meta")
-    keys = torch.empty(2, 2, dtype=torch.int32, device="meta")
     if name in calls():
-        kernels.launch_quantize.launch(x, 0, keys, *calls()[name])
+        q, transposed = calls()[name]
+        bits = torch.empty(x.numel(), dtype=torch.int16, device="meta")
+        kernels.quantize(ufp4.plain_values(q), x.T if transposed else x,
+                         bits if q.stochastic else None, x.dtype)
     else:
-        a, _ = kernels.quantize(x, RECIPES[name], "x", "fprop", native=True)
-        kernels.launch_matmul.launch(*a[:3], *a[:3], a.name, x.dtype)
+        q = RECIPES[name].quantizer("x", "fprop")
+        a = kernels.quantize_native(ufp4.plain_values(q), x, None)
+        kernels.matmul(a, a, x.dtype)
     return found[-1].asm
 
 def counted_in(asm):
@@ -1049,10 +1051,15 @@ def lowering(name, arch):
 
     It is compiled in a process of its own, without the interpreter, as a compiler that
     fails an assertion ends its process. Then the cell is the last line that it said."""
-    import kernels
-    path = "quantize" if name in calls() else kernels.route(RECIPES[name], arch)
-    if path == "cublas":
-        return path
+    kernels, _ = ufp4.load_kernels()
+    path = "quantize"
+    if name not in calls():
+        recipe = RECIPES[name]
+        levels, scale, *_ = ufp4.plain_values(recipe.quantizer("x", "fprop"))
+        kind = kernels.MANTISSA_BITS[levels], scale, recipe.block
+        path, archs = kernels.NATIVE[kind]
+        if arch not in archs:
+            return "cublas"
     env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_ALWAYS_COMPILE": "1"}
     code = ("import bench, sys; "
             "print(bench.counted_in(bench.compiled(*sys.argv[1:])))")
@@ -1061,9 +1068,9 @@ def lowering(name, arch):
     return f"{path}: {last_line(done.stderr if done.returncode else done.stdout)}"
 
 def bench_dispatch(args):
-    import kernels
+    import triton
     archs = "sm_80", "sm_90", "sm_100", "sm_120"
-    rows = [[f"Triton {kernels.triton.__version__}", *archs]]
+    rows = [[f"Triton {triton.__version__}", *archs]]
     for name in (*calls(), "ufp4-e4m3", "ufp4-mx", "nvfp4", "mxfp4"):
         rows.append([name, *(lowering(name, arch) for arch in archs)])
     finish(args, "dispatch", {"dispatch": rows})
@@ -1073,13 +1080,11 @@ def bench_dispatch(args):
 def bench_kernels(args):
     if not torch.cuda.is_available():
         raise ValueError("this measures a GPU, and torch finds none here; see dispatch")
-    os.environ["UFP4_BACKEND"] = "triton"       # an error rather than the reference
-    import kernels
+    warnings.filterwarnings("error", "quantizing without kernels")
     from triton.testing import do_bench, do_bench_cudagraph
     timed = functools.partial(do_bench, return_mode="all")
     as_graph = functools.partial(do_bench_cudagraph, return_mode="all")
     on_gpu, median = {"device": "cuda", "dtype": torch.bfloat16}, statistics.median
-    keys = torch.zeros(2, 2, device="cuda", dtype=torch.int32)
     rows = [["on a GPU", torch.cuda.get_device_name()]]
 
     def row(name, value, ms):
@@ -1088,28 +1093,29 @@ def bench_kernels(args):
     def against_bf16(name, bf16, ours):
         row(f"{name}, `ufp4` / bf16", median(ours) / median(bf16), ours)
 
-    def quantize(x, names):
-        return torch.ops.ufp4.quantize(x, 0, keys, *names)      # 0: the seed of signs
+    def quantize(q, x):
+        return ufp4.kernels.quantize(ufp4.plain_values(q), x,
+                                     bits if q.stochastic else None, x.dtype)
 
-    x, w, y = (torch.randn(8192, 8192, **on_gpu) for _ in range(3))
+    x, y = (torch.randn(8192, 8192, **on_gpu) for _ in range(2))
+    bits = ufp4.random_bits(x)
     copied = 2 * x.nbytes / median(timed(lambda: y.copy_(x)))   # bytes a millisecond
-    for name, names in calls().items():
-        ms = timed(lambda: quantize(x, names))
-        moved = x.nbytes + sum(t.nbytes for t in quantize(x, names) if t is not None)
+    for name, (q, transposed) in calls().items():
+        v = x.T if transposed else x
+        ms = timed(lambda: quantize(q, v))
+        moved = 2 * x.nbytes + (bits.nbytes if q.stochastic else 0)
         row(f"quantize, {name}: share of copy bandwidth",
             moved / median(ms) / copied, ms)
-    rotated = calls()["one orientation, nearest"]
-    plain = [kernels.operand_name(Quantizer(ufp4.E1M2), "packed"), None]
-    unrotated = median(timed(lambda: quantize(x, plain)))
-    ms = timed(lambda: quantize(x, rotated))
+    ms = timed(lambda: ufp4.random_bits(x))
+    row("random bits: share of copy bandwidth", bits.nbytes / median(ms) / copied, ms)
+    rotated, _ = calls()["X, rows"]
+    plain = replace(rotated, signs=None)
+    unrotated = median(timed(lambda: quantize(plain, x)))
+    ms = timed(lambda: quantize(rotated, x))
     row("RHT + quantize in one kernel / quantize alone", median(ms) / unrotated, ms)
-    h = ufp4.rotate(torch.eye(16), RECIPES["ufp4"].signs).to(x)
-    ms = timed(lambda: quantize((x.view(-1, 16) @ h).view(x.shape), plain))
+    h = ufp4.rotate(torch.eye(16), rotated.signs).to(x)
+    ms = timed(lambda: quantize(plain, (x.view(-1, 16) @ h).view(x.shape)))
     row("RHT, then quantize / quantize alone", median(ms) / unrotated, ms)
-    a, b = (kernels.Quantized(*quantize(t, rotated)[:3], rotated[0]) for t in (x, w))
-    bf16 = median(timed(lambda: torch.mm(x, w.T, out=y)))
-    ms = timed(lambda: kernels.matmul(a, b, x.dtype))
-    row("packed GEMM, decoded for cuBLAS: share of cuBLAS bf16", bf16 / median(ms), ms)
     v, dy = (torch.randn(8192, 4096, **on_gpu) for _ in range(2))
     v.requires_grad_()
     layers = [ufp4.Linear(4096, 4096, bias=False, **on_gpu, recipe=recipe)
