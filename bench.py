@@ -999,11 +999,11 @@ def compiled(name, arch):
     if name in calls():
         q, transposed = calls()[name]
         bits = torch.empty(x.numel(), dtype=torch.int16, device="meta")
-        kernels.quantize(ufp4.plain_values(q), x.T if transposed else x,
+        kernels.quantize(ufp4.settings_of(q), x.T if transposed else x,
                          bits if q.stochastic else None, x.dtype)
     else:
         q = RECIPES[name].quantizer("x", "fprop")
-        a = kernels.quantize_native(ufp4.plain_values(q), x, None)
+        a = kernels.quantize_native(ufp4.settings_of(q), x, None)
         kernels.matmul(a, a, x.dtype)
     return found[-1].asm
 
@@ -1055,7 +1055,7 @@ def lowering(name, arch):
     path = "quantize"
     if name not in calls():
         recipe = RECIPES[name]
-        levels, scale, *_ = ufp4.plain_values(recipe.quantizer("x", "fprop"))
+        levels, scale, *_ = ufp4.settings_of(recipe.quantizer("x", "fprop"))
         kind = kernels.MANTISSA_BITS[levels], scale, recipe.block
         path, archs = kernels.NATIVE[kind]
         if arch not in archs:
@@ -1094,7 +1094,7 @@ def bench_kernels(args):
         row(f"{name}, `ufp4` / bf16", median(ours) / median(bf16), ours)
 
     def quantize(q, x):
-        return ufp4.kernels.quantize(ufp4.plain_values(q), x,
+        return ufp4.kernels.quantize(ufp4.settings_of(q), x,
                                      bits if q.stochastic else None, x.dtype)
 
     x, y = (torch.randn(8192, 8192, **on_gpu) for _ in range(2))
