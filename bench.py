@@ -1040,11 +1040,12 @@ def windows_of(args, tokenizer):
 def paired(losses):
     """Results that take windows for seeds, from {row: losses of windows}. A loss error
     is the mean difference to BF16, in % of BF16's mean loss."""
-    bf16 = np.array(losses["bf16"])
+    bf16 = losses["bf16"]
+    mean = statistics.mean(bf16)
     return Results({"models": {}, "runs": [
-        {"model": "lm", "row": row, "seed": window, "bf16": bf16.mean(),
-         "loss": bf16.mean() + more}
-        for row in losses for window, more in enumerate(losses[row] - bf16)]})
+        {"model": "lm", "row": row, "seed": window, "bf16": mean,
+         "loss": mean + loss - bf16[window]}
+        for row in losses for window, loss in enumerate(losses[row])]})
 
 def gradients(lm, windows):
     """{layer: dW of the mean loss} of the linear layers that follow a recipe."""
@@ -1080,7 +1081,7 @@ def bench_lm(args):
             if row == "bf16":
                 exact = gradients(lm, batch)
                 continue
-            noises[row] = ufp4.noise(lm, windows[:BATCH])
+            noises[row] = ufp4.noise(lm, batch)
             if row in FULL:
                 cosines[row] = by_kind({
                     name: F.cosine_similarity(dw.flatten(), exact[name].flatten(), 0)
@@ -1156,8 +1157,8 @@ def train_lm(args, lm, windows, others, about):
                 runs[row, seed] = json.loads(path.read_text())
     whats = {"train": f"training, last {args.steps - args.steps // 2} steps",
              "in 4 bits": "validation, in 4 bits", "in BF16": "validation, in BF16"}
-    loss = {(what, *at): np.mean(run[what][len(run[what]) // 2 * (what == "train"):])
-            for at, run in runs.items() for what in whats}
+    loss = {(what, *at): statistics.mean(run[what][first:]) for at, run in runs.items()
+            for what, first in zip(whats, (args.steps // 2, 0, 0))}
     results = Results({"models": {}, "runs": [
         {"model": what, "row": row, "seed": seed, "loss": of,
          "bf16": loss[what, "bf16", seed]} for (what, row, seed), of in loss.items()]})
