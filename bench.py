@@ -14,6 +14,7 @@
     python bench.py study repair    what lowers the loss error most
     python bench.py sqnr DIR    which grid suits the tensors of a run, and the RHT
     python bench.py lm MODEL    a language model of Hugging Face's under each recipe
+                                (20 min for 135M parameters)
     python bench.py cpu         what emulation takes on this CPU (4 min)
     python bench.py dispatch    what the kernels compile to on GPUs not here (2 min)
     python bench.py kernels     their speed on this GPU, against copying and cuBLAS
@@ -1005,9 +1006,10 @@ def load_lm(args):
     # The folder may be that of a Python package, beside what says its version
     packages = folder.parent.glob(f"{folder.name}-*.dist-info")
     files = sorted(folder.glob(args.gguf or "*.safetensors"))
-    origin = {"model": folder.name, "package": next((p.stem for p in packages), None),
-              "sha256": {file.name: hashlib.sha256(file.read_bytes()).hexdigest()
-                         for file in files},
+    origin = {"model": args.gguf or folder.name,
+              "package": next((path.stem for path in packages), None),
+              "sha256": {path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+                         for path in files},
               "parameters": sum(p.numel() for p in model.parameters()), "dtype": dtype}
     return Losses(model.to(device), dtype), tokenizer, origin
 
@@ -1034,6 +1036,7 @@ def windows_of(args, tokenizer):
     chosen[np.linspace(0, count - 1, args.windows).astype(int)] = True
     about = {"text": args.text.name if args.text else "descriptions of the installed "
              "packages", "characters": len(text), "tokens": len(tokens),
+             "windows": args.windows,
              "sha256": hashlib.sha256(text.encode()).hexdigest()}
     return windows[chosen], windows[~chosen], about
 
@@ -1060,7 +1063,7 @@ def by_kind(layers, average):
     kinds = collections.defaultdict(list)
     for name, value in layers.items():
         kinds[kind(name)].append(value)
-    return {kind: average(values, 0).tolist() for kind, values in kinds.items()}
+    return {name: average(values, 0).tolist() for name, values in kinds.items()}
 
 def bench_lm(args):
     lm, tokenizer, origin = load_lm(args)
@@ -1071,25 +1074,23 @@ def bench_lm(args):
     about = {"lm": origin, "text": text}
     if args.steps:
         return train_lm(args, lm, windows, others, about)
-    rows, losses, noises, cosines = ("bf16", *FULL, *WEIGHTS), {}, {}, {}
-    batch = windows[:GRADIENT]
+    rows, batch = ("bf16", *FULL, *WEIGHTS), windows[:GRADIENT]
+    losses, noises, cosines = {}, {}, {}
+    lm.follow("bf16")
+    medians, exact = sqnr_of(lm, batch), gradients(lm, batch)
     batches = math.ceil(len(windows) / BATCH)
     with tqdm(total=len(rows) * batches, unit=" batches") as bar:
         for row in rows:
             lm.follow(row)
             losses[row] = np.round(lm.on(windows, bar), 5).tolist()
-            if row == "bf16":
-                exact = gradients(lm, batch)
-                continue
-            noises[row] = ufp4.noise(lm, batch)
+            if row != "bf16":
+                noises[row] = by_kind(ufp4.noise(lm, batch), np.mean)
             if row in FULL:
                 cosines[row] = by_kind({
                     name: F.cosine_similarity(dw.flatten(), exact[name].flatten(), 0)
                     for name, dw in gradients(lm, batch).items()}, np.median)
-    lm.follow("bf16")
-    record = {**about, "losses": losses, "medians": sqnr_of(lm, batch),
-              "noise": {row: by_kind(of, np.mean) for row, of in noises.items()},
-              "cosines": cosines}
+    record = {**about, "losses": losses, "noise": noises, "cosines": cosines,
+              "medians": medians}
     folder = finish(args, "lm", lm_tables(record), record)
     figure(folder / "lm.png", (14, 7), draw_lm, record)
 
@@ -1107,14 +1108,13 @@ def lm_tables(record):
             rows.append([f"`{row}`", f"{loss:.4f}", f"{math.exp(loss):.2f}",
                          f"{more:+.3f} ± {half:.3f}", results.cell({("lm", row): 1}),
                          f"{100 * noise:.3f}", f"{slope:.4f}"])
-    kinds = noises["ufp4"]
     of_layers = [["noise of fprop, % (slope)", *(f"`{row}`" for row in SQUARE)]]
     of_dw = [["cosine of dW with BF16's", *(f"`{row}`" for row in FULL)]]
-    for kind in kinds:
-        of_layers.append([f"`{kind}`", *("{:.2f} ({:.4f})".format(100 * noise, slope)
-                                         for noise, slope in
-                                         (noises[row][kind] for row in SQUARE))])
-        of_dw.append([f"`{kind}`", *(f"{cosines[row][kind]:.4f}" for row in FULL)])
+    for name in noises["ufp4"]:                 # kinds of layers
+        of_square = (noises[row][name] for row in SQUARE)
+        of_layers.append([f"`{name}`", *(f"{100 * noise:.2f} ({slope:.4f})"
+                                         for noise, slope in of_square)])
+        of_dw.append([f"`{name}`", *(f"{cosines[row][name]:.4f}" for row in FULL)])
     medians = record["medians"]
     products = [what for what in medians if what[:2] in ("Y ", "dX", "dW")]
     return {"lm": rows,
@@ -1129,7 +1129,8 @@ def draw_lm(fig, record):
     """Left the loss errors of the two by two, right what the RHT does to tensors."""
     left, right = fig.subfigures(1, 2, width_ratios=(1, 2.4), wspace=0.03)
     draw_two_by_two(left, paired(record["losses"]), "lm")
-    left.suptitle(f"{record['lm']['model']}: loss error in 4 bits")
+    left.suptitle(f"A language model of {record['lm']['parameters'] / 1e6:.0f}M:\n"
+                  "loss error, forward pass in 4 bits")
     left.axes[0].set(xticklabels=PLAIN_OR_ROTATED)
     draw_sqnr(right, record["medians"])
 
@@ -1493,7 +1494,7 @@ def main(argv=None):
     lm.add_argument("--gguf", metavar="FILE", help="of the folder, that has the model")
     lm.add_argument("--text", type=Path, metavar="FILE", help="(default: English from "
                     "the descriptions of the installed packages)")
-    lm.add_argument("--windows", type=int, metavar="N", default=32,
+    lm.add_argument("--windows", type=int, metavar="N", default=24,
                     help="of %d tokens, spaced evenly over the text" % WINDOW)
     lm.add_argument("--dtype", choices=("float32", "bfloat16"), help="of products "
                     "(default: bfloat16 if the hardware has it)")
