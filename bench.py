@@ -950,9 +950,9 @@ WINDOW = 512                                    # tokens
 BATCH = 4                                       # windows of a forward pass, and a step
 GRADIENT = 2                                    # windows of the backward pass
 SQUARE = sum(TWO_BY_TWO.values(), ())           # the four rows of the two by two
-FULL = *SQUARE, "nvfp4", "ufp4-e4m3", "mxfp4", "ufp4-mx"
-WEIGHTS = ("e2m1-weights", "e2m1-full-rht-weights", "ufp4-weights-rht-wgrad",
-           "ufp4-weights")
+FULL = STUDIES["loss"].rows
+LM_GROUPS = STUDIES["loss"].groups | {"ufp4-weights": (
+    "ufp4-weights", "ufp4-weights-rht-wgrad", "e2m1-weights", "e2m1-full-rht-weights")}
 PLAIN_OR_ROTATED = "not rotated in fprop", "rotated"
 
 class Losses(nn.Module):
@@ -1016,7 +1016,8 @@ def load_lm(args):
 def prose():
     """Paragraphs of English in what the installed packages say about themselves."""
     found = {}                                  # as a set, but in order
-    for package in sorted(importlib.metadata.distributions(), key=lambda p: p.name):
+    for package in sorted(importlib.metadata.distributions(),
+                          key=lambda package: str(package.name)):
         for text in package.metadata.json.get("description", "").split("\n\n"):
             letters = re.findall(r"[A-Za-z\s,.']", text)
             if len(text) >= 100 and len(letters) > 0.8 * len(text):
@@ -1074,7 +1075,7 @@ def bench_lm(args):
     about = {"lm": origin, "text": text}
     if args.steps:
         return train_lm(args, lm, windows, others, about)
-    rows, batch = ("bf16", *FULL, *WEIGHTS), windows[:GRADIENT]
+    rows, batch = ["bf16", *sum(LM_GROUPS.values(), ())], windows[:GRADIENT]
     losses, noises, cosines = {}, {}, {}
     lm.follow("bf16")
     medians, exact = sqnr_of(lm, batch), gradients(lm, batch)
@@ -1096,18 +1097,19 @@ def bench_lm(args):
 
 def lm_tables(record):
     losses, noises, cosines = (record[of] for of in ("losses", "noise", "cosines"))
-    results, bf16 = paired(losses), np.array(losses["bf16"])
-    rows = [["row", "loss", "perplexity", "above BF16's, nats",
-             "loss error, % (windows)", "noise of fprop, %", "slope of fprop"],
-            ["`bf16`", f"{bf16.mean():.4f}", f"{math.exp(bf16.mean()):.2f}", *[""] * 4]]
-    for row, of in losses.items():
+    results, rows = paired(losses), [
+        ["row", "loss", "perplexity", "loss error, % (windows)", "against",
+         "minus that, %", "noise of fprop, %", "slope of fprop"]]
+    for base, row in (("bf16", "bf16"), *((base, row) for base, group in
+                                          LM_GROUPS.items() for row in group)):
+        loss, others = statistics.mean(losses[row]), [""] * 5
         if row != "bf16":
-            more, half = interval([*(of - bf16)])
             noise, slope = np.mean([*noises[row].values()], 0)
-            loss = np.mean(of)
-            rows.append([f"`{row}`", f"{loss:.4f}", f"{math.exp(loss):.2f}",
-                         f"{more:+.3f} ± {half:.3f}", results.cell({("lm", row): 1}),
-                         f"{100 * noise:.3f}", f"{slope:.4f}"])
+            minus = on("lm", {row: 1, base: -1})
+            others = [results.cell({("lm", row): 1}), *(
+                ["", ""] if row == base else [f"`{base}`", results.effect(minus)]),
+                f"{100 * noise:.3f}", f"{slope:.4f}"]
+        rows.append([f"`{row}`", f"{loss:.4f}", f"{math.exp(loss):.2f}", *others])
     of_layers = [["noise of fprop, % (slope)", *(f"`{row}`" for row in SQUARE)]]
     of_dw = [["cosine of dW with BF16's", *(f"`{row}`" for row in FULL)]]
     for name in noises["ufp4"]:                 # kinds of layers
