@@ -1696,7 +1696,9 @@ def test_bench_the_pages_and_figures_follow_from_the_records(elsewhere):
     # What the text says with an interval is in a table
     r = bench.Results(bench.read("runs"))
     more = bench.text(r.contrast(bench.on("dense-0.3m-2", bench.GAP)), 3)
-    tables = [*bench.tables_of(r).values(), [[more]]]
+    lm = bench.read("lm")
+    assert bench.lm_tables(lm) == lm["tables"]
+    tables = [*bench.tables_of(r).values(), *lm["tables"].values(), [[more]]]
     cells = " ".join(sum(sum(tables, []), []))
     told = prose.split("## Log")[0] + README + LECTURE.replace("+-", "±")
     said = re.findall(r"[\d.]+ ± [\d.]*\d", told)
