@@ -948,7 +948,7 @@ def draw_sqnr(fig, medians):
 
 WINDOW = 512                                    # tokens
 BATCH = 4                                       # windows of a forward pass, and a step
-GRADIENT = 2                                    # windows of the backward pass
+SAMPLE = 2                                      # windows for noise and gradients
 SQUARE = sum(TWO_BY_TWO.values(), ())           # the four rows of the two by two
 FULL = STUDIES["loss"].rows
 LM_GROUPS = STUDIES["loss"].groups | {"ufp4-weights": (
@@ -1075,7 +1075,7 @@ def bench_lm(args):
     about = {"lm": origin, "text": text}
     if args.steps:
         return train_lm(args, lm, windows, others, about)
-    rows, batch = ["bf16", *sum(LM_GROUPS.values(), ())], windows[:GRADIENT]
+    rows, batch = ["bf16", *sum(LM_GROUPS.values(), ())], windows[:SAMPLE]
     losses, noises, cosines = {}, {}, {}
     lm.follow("bf16")
     medians, exact = sqnr_of(lm, batch), gradients(lm, batch)
@@ -1493,7 +1493,7 @@ def main(argv=None):
     parsers["sqnr"].add_argument("dir", type=Path, help="of a run of train.py")
     lm = parsers["lm"]
     lm.add_argument("model", help="a folder, or a name from huggingface.co")
-    lm.add_argument("--gguf", metavar="FILE", help="of the folder, that has the model")
+    lm.add_argument("--gguf", metavar="FILE", help="the model, in that folder")
     lm.add_argument("--text", type=Path, metavar="FILE", help="(default: English from "
                     "the descriptions of the installed packages)")
     lm.add_argument("--windows", type=int, metavar="N", default=24,
@@ -1501,7 +1501,7 @@ def main(argv=None):
     lm.add_argument("--dtype", choices=("float32", "bfloat16"), help="of products "
                     "(default: bfloat16 if the hardware has it)")
     lm.add_argument("--train", dest="steps", type=int, metavar="STEPS", help="continue "
-                    "to train the model, under bf16 and the two by two")
+                    "to train the model, under bf16 and each grid, rotated or not")
     lm.add_argument("--seeds", type=int, metavar="N", default=3, help="of --train")
     lm.add_argument("--lr", type=float, metavar="RATE", default=1e-4, help="of --train")
     parsers["runs"].add_argument("dir", type=Path, help="of runs (default: out)",
