@@ -13,6 +13,8 @@
     python bench.py study rht-block   the size of the Hadamard matrix
     python bench.py study repair    what lowers the loss error most
     python bench.py sqnr DIR    which grid suits the tensors of a run, and the RHT
+    python bench.py lm MODEL    a language model of Hugging Face's under each recipe
+                                (20 min for 135M parameters)
     python bench.py cpu         what emulation takes on this CPU (4 min)
     python bench.py dispatch    what the kernels compile to on GPUs not here (2 min)
     python bench.py kernels     their speed on this GPU, against copying and cuBLAS
@@ -32,6 +34,8 @@ import argparse
 import collections
 import concurrent.futures
 import functools
+import hashlib
+import importlib.metadata
 import json
 import math
 import os
@@ -53,6 +57,7 @@ import train                        # before torch: it sets how CPU threads wait
 import numpy as np
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from tqdm import tqdm
 
 import ufp4
@@ -219,6 +224,9 @@ for like in ("ufp4", "e2m1"):
 # Square tiles of W share a scale
 experiment("e2m1-tiles", "e2m1", (("w", "fprop"), ("w", "dgrad")),
            scale=ufp4.Tiles(ufp4.scale_fp32))
+# W in 4 bits; X in fprop is not rounded
+for like in ("e2m1", "e2m1-full-rht", "ufp4"):
+    experiment(f"{like}-weights", like, (("x", "fprop"),), fmt=None)
 # A rotation without random signs
 experiment("ufp4-no-signs", "ufp4", signs=16 * (1.0,))
 OURS = dict(RECIPES)                    # without those of a user's file
@@ -264,7 +272,8 @@ ROWS = {f"{recipe}-{field}-{value.replace(',', '-')}":
             ("ufp4", "rht", "none", "wgrad", "dgrad,wgrad", "fprop,wgrad"),
             ("e2m1", "rht", "none", "dgrad,wgrad", "fprop,wgrad"),
             ("ufp4", "sr", "none", "x,dy", "x,w,dy"), ("e2m1", "sr", "none"),
-            ("ufp4", "rht-block", "32", "64", "128")) for value in values}
+            ("ufp4", "rht-block", "32", "64", "128"),
+            ("ufp4-weights", "rht", "wgrad")) for value in values}
 
 # What might lower a recipe's loss error. A late change is made for the last sixth
 REPAIRS = {"fprop-bf16": "--gemms dgrad,wgrad",
@@ -646,7 +655,8 @@ def models_table(results, study):
          *(f"`{row}`, % (seeds)" for row in study.rows), *effects,
          "`ufp4` smaller by, %"], *lines])
 
-def two_by_two_table(results, model):
+def two_by_two_table(results, model, head=("loss error, % (seeds)",
+                     "RHT on wgrad alone", "RHT on all three GEMMs")):
     """The four loss errors, what the rotation and the uniform grid do to each, and what
     both together do beyond the sum of both alone."""
     (e2m1, e2m1_rht), (e1m2, e1m2_rht) = TWO_BY_TWO.values()
@@ -655,18 +665,17 @@ def two_by_two_table(results, model):
         return results.effect(on(model, weights))
 
     both = effect(INTERACTION).split(":")[0]
-    return [["loss error, % (seeds)", "RHT on wgrad alone",
-             "RHT on all three GEMMs", "what the rotation does"],
+    return [[*head, "what the rotation does"],
             *([fmt.upper(), results.cell({(model, plain): 1}),
                results.cell({(model, rotated): 1}), effect({rotated: 1, plain: -1})]
               for fmt, (plain, rotated) in TWO_BY_TWO.items()),
             ["what the uniform grid does", effect({e1m2: 1, e2m1: -1}),
              effect({e1m2_rht: 1, e2m1_rht: -1}), f"interaction: {both}"]]
 
-def pairs_table(results):
+def pairs_table(results, pairs=PAIRS):
     """What each change of e2m1 does, and both, for several models."""
     lines = [[name, *(results.effect(on(model, change)) for change in CHANGES.values()),
-              text(results.reduction(model), 0)] for model, name in PAIRS.items()]
+              text(results.reduction(model), 0)] for model, name in pairs.items()]
     return [["change of `e2m1`, %", *CHANGES, "`ufp4` smaller by, %"], *lines]
 
 # ---- Figures ----
@@ -832,6 +841,7 @@ def bench_readme(args):
     results = Results(read("runs"))
     figure(RECORDS / "causes.png", (10, 4.5), draw_causes, results, "dense-0.3m")
     figure(RECORDS / "sqnr.png", (10, 6), draw_sqnr, read("sqnr")["medians"])
+    figure(RECORDS / "lm.png", (14, 7), draw_lm, read("lm"))
     figure(RECORDS / "hero.png", (8.75, 4.9), draw_hero, results)
     fill_page()
 
@@ -843,18 +853,20 @@ def sqnr(q, x):
     error, signal = (q - x).double().square().sum(), x.double().square().sum()
     return -10 * math.log10(error / signal)
 
-def capture(model, tokens, targets):
-    """{layer: {"x", "w", "dy": its tensor (rows, columns)}} of each linear layer."""
+def capture(model, *batch):
+    """{layer: {"x", "w", "dy": its tensor (rows, columns)}} of each linear layer, when
+    model(*batch) is the loss."""
     got = collections.defaultdict(dict)
 
     def keep(layer, inputs, y, found):
         found.update(x=inputs[0], w=layer.weight)
         y.register_hook(lambda dy: found.update(dy=dy))
 
-    for name, layer in model.named_modules():
-        if isinstance(layer, ufp4.Linear):
-            layer.register_forward_hook(functools.partial(keep, found=got[name]))
-    model(tokens, targets).backward()
+    hooks = [layer.register_forward_hook(functools.partial(keep, found=got[name]))
+             for name, layer in model.named_modules() if isinstance(layer, ufp4.Linear)]
+    model(*batch).mean().backward()
+    for hook in hooks:
+        hook.remove()
     return {name: {operand: x.detach().flatten(0, -2).float()
                    for operand, x in found.items()} for name, found in got.items()}
 
@@ -887,21 +899,34 @@ def bench_sqnr(args):
     model = train.GPT(s, train.make_recipe(s), vocabulary(s.data))
     train.load(s.resume, {"model": model.state_dict()})
     shards, _, _ = train.load_data(s)
-    batch, layers = train.get_batch(shards, s, s.steps), collections.defaultdict(list)
-    for name, tensors in capture(model.to(s.device), *batch).items():
-        for what, values in measure(**tensors).items():
-            layers[f"{what} of {name.rpartition('.')[2]}"].append(values)
-    medians = {what: np.median(values, 0).round(4).tolist()     # over layers of a kind
-               for what, values in layers.items()}
-    rows = [["SQNR, dB (B_eff)", "E2M1", "E1M2", "E2M1, RHT", "E1M2, RHT"]]
-    for what in ("X, fprop of fc1", "dY, wgrad of fc1", "X, fprop of fc2", "Y of fc2",
-                 "dX of fc2", "dW of fc2"):
-        rows.append([what, *(" ".join([f"{db:.2f}", *(f"({b:.2f})" for b in b_eff)])
-                             for db, *b_eff in medians[what])])
+    found = sqnr_of(model.to(s.device), *train.get_batch(shards, s, s.steps))
+    rows = sqnr_table(found, ("X, fprop of fc1", "dY, wgrad of fc1", "X, fprop of fc2",
+                              "Y of fc2", "dX of fc2", "dW of fc2"))
     rows.append(["X, fprop of fc2, the paper", "21.90", "19.94 (0.56)", "20.00",
                  "23.19 (0.97)"])
-    folder = finish(args, "sqnr", {"sqnr": rows}, {"run": s.out, "medians": medians})
-    figure(folder / "sqnr.png", (10, 6), draw_sqnr, medians)
+    folder = finish(args, "sqnr", {"sqnr": rows}, {"run": s.out, "medians": found})
+    figure(folder / "sqnr.png", (10, 6), draw_sqnr, found)
+
+def kind(layer):
+    """What layers of all blocks are called: q_proj of model.layers.3.self_attn.q_proj.
+    """
+    return layer.rpartition(".")[2]
+
+def sqnr_of(model, *batch):
+    """{what of a kind of layer: the median of measure() over these layers}."""
+    layers = collections.defaultdict(list)
+    for name, tensors in tqdm(capture(model, *batch).items(), unit=" layers"):
+        for what, values in measure(**tensors).items():
+            layers[f"{what} of {kind(name)}"].append(values)
+    return {what: np.median(values, 0).round(4).tolist()
+            for what, values in layers.items()}
+
+def sqnr_table(medians, whats):
+    rows = [["SQNR, dB (B_eff)", "E2M1", "E1M2", "E2M1, RHT", "E1M2, RHT"]]
+    for what in whats:
+        rows.append([what, *(" ".join([f"{db:.2f}", *(f"({b:.2f})" for b in b_eff)])
+                             for db, *b_eff in medians[what])])
+    return rows
 
 def draw_sqnr(fig, medians):
     """The decibels that the RHT adds: a panel a grid, a line a kind of layer, a column
@@ -920,6 +945,257 @@ def draw_sqnr(fig, medians):
                xticklabels=[what.replace(", ", "\n") for what in whats])
         ax.set_title(f"{fmt.upper()}: decibels that the RHT adds",
                      color=COLORS[fmt])
+
+# ---- lm: a language model of Hugging Face's under each recipe ----
+
+WINDOW = 512                                    # tokens
+BATCH = 4                                       # windows of a forward pass, and a step
+SAMPLE = 2                                      # windows for noise and gradients
+SQUARE = sum(TWO_BY_TWO.values(), ())           # the four rows of the two by two
+FULL = STUDIES["loss"].rows
+LM_GROUPS = STUDIES["loss"].groups | {"ufp4-weights": (
+    "ufp4-weights", "ufp4-weights-rht-wgrad", "e2m1-weights", "e2m1-full-rht-weights")}
+PLAIN_OR_ROTATED = "not rotated in fprop", "rotated"
+
+class Losses(nn.Module):
+    """Windows of tokens (B, T + 1) -> the loss of a language model on each, (B,)."""
+
+    def __init__(self, model, dtype):
+        super().__init__()
+        self.model, self.dtype = model, dtype
+
+    def forward(self, windows):
+        windows = windows.to(self.model.device)
+        tokens, targets = windows[:, :-1], windows[:, 1:]
+        with torch.autocast(tokens.device.type, torch.bfloat16,
+                            enabled=self.dtype == "bfloat16"):
+            logits = self.model(tokens, use_cache=False).logits
+        losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(),
+                                 reduction="none")
+        return losses.view(targets.shape).mean(1)
+
+    def follow(self, row, seed=0):
+        """Make all linear layers but the head follow the recipe of a row."""
+        head = self.model.get_output_embeddings()
+        skip = [name for name, m in self.model.named_modules() if m is head]
+        flags = [*row_flags(row), "--seed", str(seed)]
+        ufp4.convert(self.model, train.make_recipe(train.parse_args(flags)), skip)
+
+    @torch.no_grad()
+    def on(self, windows, bar=None):
+        """The losses of many windows, as a list."""
+        losses = []
+        for batch in windows.split(BATCH):
+            losses += self(batch).tolist()
+            if bar:
+                bar.update()
+        return losses
+
+def load_lm(args):
+    """-> (Losses of the model in float32, its tokenizer, where it comes from)"""
+    file = {"gguf_file": args.gguf} if args.gguf else {}
+    try:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        tokenizer = AutoTokenizer.from_pretrained(args.model, **file)
+        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32,
+                                                     **file)
+    except ImportError as e:
+        raise ImportError("lm needs more packages: pip install transformers accelerate "
+                          f"gguf ({last_line(str(e))})")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = args.dtype or ("bfloat16" if train.hardware(device)[1] else "float32")
+    folder = Path(args.model).resolve()
+    # The folder may be that of a Python package, beside what says its version
+    packages = folder.parent.glob(f"{folder.name}-*.dist-info")
+    files = sorted(folder.glob(args.gguf or "*.safetensors"))
+    origin = {"model": args.gguf or folder.name,
+              "package": next((path.stem for path in packages), None),
+              "sha256": {path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+                         for path in files},
+              "parameters": sum(p.numel() for p in model.parameters()), "dtype": dtype}
+    return Losses(model.to(device), dtype), tokenizer, origin
+
+def prose():
+    """Paragraphs of English in what the installed packages say about themselves."""
+    found = {}                                  # as a set, but in order
+    for package in sorted(importlib.metadata.distributions(),
+                          key=lambda package: str(package.name)):
+        for text in package.metadata.json.get("description", "").split("\n\n"):
+            letters = re.findall(r"[A-Za-z\s,.']", text)
+            if len(text) >= 100 and len(letters) > 0.8 * len(text):
+                found[text.strip()] = None
+    return "\n\n".join(found)
+
+def windows_of(args, tokenizer):
+    """-> (windows to measure on, (N, WINDOW + 1), the others, what the text is)"""
+    text = args.text.read_text() if args.text else prose()
+    tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    count = len(tokens) // (WINDOW + 1)
+    if count <= args.windows:
+        raise ValueError(f"the text has {count} windows of {WINDOW} tokens, and needs "
+                         f"more than {args.windows}: take another --text or --windows")
+    windows = torch.tensor(tokens[:count * (WINDOW + 1)]).view(count, WINDOW + 1)
+    chosen = torch.zeros(count, dtype=torch.bool)
+    chosen[np.linspace(0, count - 1, args.windows).astype(int)] = True
+    about = {"text": args.text.name if args.text else "descriptions of the installed "
+             "packages", "characters": len(text), "tokens": len(tokens),
+             "windows": args.windows,
+             "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    return windows[chosen], windows[~chosen], about
+
+def paired(losses):
+    """Results that take windows for seeds, from {row: losses of windows}. A loss error
+    is the mean difference to BF16, in % of BF16's mean loss."""
+    bf16 = losses["bf16"]
+    mean = statistics.mean(bf16)
+    return Results({"models": {}, "runs": [
+        {"model": "lm", "row": row, "seed": window, "bf16": mean,
+         "loss": mean + loss - bf16[window]}
+        for row in losses for window, loss in enumerate(losses[row])]})
+
+def gradients(lm, windows):
+    """{layer: dW of the mean loss} of the linear layers that follow a recipe."""
+    torch.manual_seed(0)                        # of SR
+    lm.zero_grad()
+    lm(windows).mean().backward()
+    return {name: layer.weight.grad for name, layer in lm.named_modules()
+            if isinstance(layer, ufp4.Linear)}
+
+def by_kind(layers, average):
+    """{kind of layer: average of its values}, from {layer: value}."""
+    kinds = collections.defaultdict(list)
+    for name, value in layers.items():
+        kinds[kind(name)].append(value)
+    return {name: average(values, 0).tolist() for name, values in kinds.items()}
+
+def bench_lm(args):
+    lm, tokenizer, origin = load_lm(args)
+    windows, others, text = windows_of(args, tokenizer)
+    print(f"{origin['parameters'] / 1e6:.0f}M parameters, products in "
+          f"{origin['dtype']}; text: {text['text']}, {text['characters'] / 1e3:.0f} kB,"
+          f" {text['tokens']} tokens, measured on {len(windows)} windows of {WINDOW}")
+    about = {"lm": origin, "text": text}
+    if args.steps:
+        return train_lm(args, lm, windows, others, about)
+    rows, batch = ["bf16", *sum(LM_GROUPS.values(), ())], windows[:SAMPLE]
+    losses, noises, cosines = {}, {}, {}
+    lm.follow("bf16")
+    medians, exact = sqnr_of(lm, batch), gradients(lm, batch)
+    batches = math.ceil(len(windows) / BATCH)
+    with tqdm(total=len(rows) * batches, unit=" batches") as bar:
+        for row in rows:
+            lm.follow(row)
+            losses[row] = np.round(lm.on(windows, bar), 5).tolist()
+            if row != "bf16":
+                noises[row] = by_kind(ufp4.noise(lm, batch), np.mean)
+            if row in FULL:
+                cosines[row] = by_kind({
+                    name: F.cosine_similarity(dw.flatten(), exact[name].flatten(), 0)
+                    for name, dw in gradients(lm, batch).items()}, np.median)
+    record = {**about, "losses": losses, "noise": noises, "cosines": cosines,
+              "medians": medians}
+    folder = finish(args, "lm", lm_tables(record), record)
+    figure(folder / "lm.png", (14, 7), draw_lm, record)
+
+def lm_tables(record):
+    losses, noises, cosines = (record[of] for of in ("losses", "noise", "cosines"))
+    results, rows = paired(losses), [
+        ["row", "loss", "perplexity", "loss error, % (windows)", "against",
+         "minus that, %", "noise of fprop, %", "slope of fprop"]]
+    for base, row in (("bf16", "bf16"), *((base, row) for base, group in
+                                          LM_GROUPS.items() for row in group)):
+        loss, others = statistics.mean(losses[row]), [""] * 5
+        if row != "bf16":
+            noise, slope = np.mean([*noises[row].values()], 0)
+            minus = on("lm", {row: 1, base: -1})
+            others = [results.cell({("lm", row): 1}), *(
+                ["", ""] if row == base else [f"`{base}`", results.effect(minus)]),
+                f"{100 * noise:.3f}", f"{slope:.4f}"]
+        rows.append([f"`{row}`", f"{loss:.4f}", f"{math.exp(loss):.2f}", *others])
+    of_layers = [["noise of fprop, % (slope)", *(f"`{row}`" for row in SQUARE)]]
+    of_dw = [["cosine of dW with BF16's", *(f"`{row}`" for row in FULL)]]
+    for name in noises["ufp4"]:                 # kinds of layers
+        of_square = (noises[row][name] for row in SQUARE)
+        of_layers.append([f"`{name}`", *(f"{100 * noise:.2f} ({slope:.4f})"
+                                         for noise, slope in of_square)])
+        of_dw.append([f"`{name}`", *(f"{cosines[row][name]:.4f}" for row in FULL)])
+    medians = record["medians"]
+    products = [what for what in medians if what[:2] in ("Y ", "dX", "dW")]
+    return {"lm": rows,
+            "lm-two-by-two": two_by_two_table(
+                results, "lm", ("loss error, % (windows)", *PLAIN_OR_ROTATED)),
+            "lm-noise": of_layers, "lm-dw": of_dw,
+            "lm-operands": sqnr_table(medians, [what for what in medians
+                                                if what not in products]),
+            "lm-products": sqnr_table(medians, products)}
+
+def draw_lm(fig, record):
+    """Left the loss errors of the two by two, right what the RHT does to tensors."""
+    left, right = fig.subfigures(1, 2, width_ratios=(1, 2.4), wspace=0.03)
+    draw_two_by_two(left, paired(record["losses"]), "lm")
+    left.suptitle(f"A language model of {record['lm']['parameters'] / 1e6:.0f}M:\n"
+                  "loss error, forward pass in 4 bits")
+    left.axes[0].set(xticklabels=PLAIN_OR_ROTATED)
+    draw_sqnr(right, record["medians"])
+
+def train_lm(args, lm, windows, others, about):
+    """Continue to train the model, from the same weights, under bf16 and the two by
+    two. Each run that ends is kept, and the same command goes on with the next."""
+    about |= {"steps": args.steps, "lr": args.lr}
+    mark = zlib.crc32(json.dumps(about, sort_keys=True).encode())
+    folder, rows = OUT / f"lm-{about['lm']['model']}-{mark:08x}", ("bf16", *SQUARE)
+    start = {name: value.clone() for name, value in lm.state_dict().items()}
+    runs = {}
+    with tqdm(total=args.seeds * len(rows) * args.steps, unit=" steps") as bar:
+        for seed in range(args.seeds):
+            for row in rows:
+                path = folder / f"{row}-s{seed}.json"
+                if path.exists():
+                    bar.total -= args.steps
+                else:
+                    lm.load_state_dict(start)
+                    lm.follow(row, seed)
+                    run = {"train": train_run(args, lm, others, seed, bar),
+                           "in 4 bits": lm.on(windows)}
+                    lm.follow("bf16")
+                    save(path, {**run, "in BF16": lm.on(windows)})
+                runs[row, seed] = json.loads(path.read_text())
+    whats = {"train": f"training, last {args.steps - args.steps // 2} steps",
+             "in 4 bits": "validation, in 4 bits", "in BF16": "validation, in BF16"}
+    loss = {(what, *at): statistics.mean(run[what][first:]) for at, run in runs.items()
+            for what, first in zip(whats, (args.steps // 2, 0, 0))}
+    results = Results({"models": {}, "runs": [
+        {"model": what, "row": row, "seed": seed, "loss": of,
+         "bf16": loss[what, "bf16", seed]} for (what, row, seed), of in loss.items()]})
+    table = [["loss error, % (seeds)", "loss of `bf16`",
+              *(f"`{row}`" for row in SQUARE)]]
+    for what, name in whats.items():
+        bf16 = np.mean([loss[what, "bf16", seed] for seed in range(args.seeds)])
+        table.append([name, f"{bf16:.4f}",
+                      *(results.cell({(what, row): 1}) for row in SQUARE)])
+    finish(args, "lm-train", {"lm-train": table,
+                              "lm-train-pairs": pairs_table(results, whats)},
+           {**about, "runs": [{"row": row, "seed": seed, **run}
+                              for (row, seed), run in runs.items()]})
+
+def train_run(args, lm, windows, seed, bar):
+    """Train on the windows, in an order that follows from the seed. The losses."""
+    torch.manual_seed(seed)                     # of SR
+    optimizer = torch.optim.AdamW(lm.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
+    rng, losses = np.random.default_rng(seed), []
+    epochs = math.ceil(args.steps * BATCH / len(windows))
+    order = np.concatenate([rng.permutation(len(windows)) for _ in range(epochs)])
+    for step in range(args.steps):
+        optimizer.param_groups[0]["lr"] = args.lr * min(1, (step + 1) / 10)
+        loss = lm(windows[order[step * BATCH:(step + 1) * BATCH]]).mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(lm.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        bar.set_postfix(loss=f"{losses[-1]:.3f}")
+        bar.update()
+    return losses
 
 # ---- cpu: what emulation costs ----
 
@@ -1212,7 +1488,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    measuring = "study", "sqnr", "cpu", "dispatch", "kernels"
+    measuring = "study", "sqnr", "lm", "cpu", "dispatch", "kernels"
     parsers = {}
     for name in (*measuring, "runs", "train", "readme"):
         parsers[name] = commands.add_parser(name, allow_abbrev=False,
@@ -1221,6 +1497,19 @@ def main(argv=None):
             parsers[name].add_argument("--record", action="store_true", help="into "
                                        "data/results, not out/bench")
     parsers["sqnr"].add_argument("dir", type=Path, help="of a run of train.py")
+    lm = parsers["lm"]
+    lm.add_argument("model", help="a folder, or a name from huggingface.co")
+    lm.add_argument("--gguf", metavar="FILE", help="the model, in that folder")
+    lm.add_argument("--text", type=Path, metavar="FILE", help="(default: English from "
+                    "the descriptions of the installed packages)")
+    lm.add_argument("--windows", type=int, metavar="N", default=24,
+                    help="of %d tokens, spaced evenly over the text" % WINDOW)
+    lm.add_argument("--dtype", choices=("float32", "bfloat16"), help="of products "
+                    "(default: bfloat16 if the hardware has it)")
+    lm.add_argument("--train", dest="steps", type=int, metavar="STEPS", help="continue "
+                    "to train the model, under bf16 and each grid, rotated or not")
+    lm.add_argument("--seeds", type=int, metavar="N", default=3, help="of --train")
+    lm.add_argument("--lr", type=float, metavar="RATE", default=1e-4, help="of --train")
     parsers["runs"].add_argument("dir", type=Path, help="of runs (default: out)",
                                  nargs="?", default=Path("out"))
     study = parsers["study"]

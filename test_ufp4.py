@@ -1780,7 +1780,9 @@ def test_bench_the_pages_and_figures_follow_from_the_records(elsewhere):
     # What the text says with an interval is in a table
     r = bench.Results(bench.read("runs"))
     more = bench.text(r.contrast(bench.on("dense-0.3m-2", bench.GAP)), 3)
-    tables = [*bench.tables_of(r).values(), [[more]]]
+    lm = bench.read("lm")
+    assert bench.lm_tables(lm) == lm["tables"]
+    tables = [*bench.tables_of(r).values(), *lm["tables"].values(), [[more]]]
     cells = " ".join(sum(sum(tables, []), []))
     told = prose.split("## Log")[0] + README + LECTURE.replace("+-", "±")
     said = re.findall(r"[\d.]+ ± [\d.]*\d", told)
@@ -1850,3 +1852,79 @@ def test_bench_runs_are_compared_with_the_bf16_run_of_the_same_settings(
     medians = json.loads((bench.OUT / "sqnr.json").read_text())["medians"]
     assert len(medians) == 36 and "dW of fc2" in capsys.readouterr().out
     assert (bench.OUT / "sqnr.png").exists() and (out / "runs.png").exists()
+
+@pytest.fixture
+def tiny_llama(tmp_path):
+    """A folder with a random model and a tokenizer of words, and a text."""
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    words = [f"w{i}" for i in range(63)]
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(
+        {word: i for i, word in enumerate(["?", *words])}, unk_token="?"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    folder, text = tmp_path / "tiny", tmp_path / "text.txt"
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(
+        folder)
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=2, initializer_range=0.3)).save_pretrained(folder)
+    text.write_text(" ".join(random.Random(0).choices(words, k=400)))
+    return folder, text
+
+def test_bench_a_language_model_under_each_recipe(
+        elsewhere, tiny_llama, monkeypatch, capsys):
+    import transformers
+    monkeypatch.setattr(bench, "WINDOW", 16)
+    folder, text = tiny_llama
+    command = f"lm {folder} --text {text} --windows 5 --dtype float32"
+    bench.main(command.split())
+    assert "`v_proj`" in capsys.readouterr().out and (bench.OUT / "lm.png").exists()
+    found = json.loads((bench.OUT / "lm.json").read_text())
+    # BF16's losses are those that the model itself gives for these windows
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.tensor([int(word[1:]) + 1 for word in text.read_text().split()])
+    ids = ids[:23 * 17].view(23, 17)[[0, 5, 11, 16, 22]]
+    losses = [model(row[None], labels=row[None]).loss.item() for row in ids]
+    assert found["losses"]["bf16"] == pytest.approx(losses, abs=1e-4)
+    assert set(found["losses"]) == {"bf16", *sum(bench.LM_GROUPS.values(), ())}
+    # Weights alone have about half the noise of weights and activations
+    for both, weights in zip(bench.SQUARE, ("e2m1-weights", "e2m1-full-rht-weights",
+                                            "ufp4-weights-rht-wgrad", "ufp4-weights")):
+        for kind, (noise, _) in found["noise"][both].items():
+            assert 0.3 < found["noise"][weights][kind][0] / noise < 0.7
+    # All kinds of layers but the head, which no recipe touches
+    kinds = {name for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    kinds = {name.split(".")[-1] for name in kinds} - {"lm_head"}
+    assert all(set(of) == kinds for of in (*found["noise"].values(),
+                                           *found["cosines"].values()))
+    assert len(found["medians"]) == 9 * len(kinds)
+    assert all(0.5 < cos < 1 for cos in found["cosines"]["ufp4"].values())
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(SystemExit, match="pip install transformers accelerate gguf"):
+        bench.main(command.split())
+
+def test_bench_a_language_model_trains_on_and_a_stopped_command_goes_on(
+        elsewhere, tiny_llama, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "WINDOW", 16)
+    folder, text = tiny_llama
+    command = (f"lm {folder} --text {text} --windows 5 --dtype float32 --train 4 "
+               "--seeds 2").split()
+    bench.main(command)
+    assert "interaction" in capsys.readouterr().out
+    found = json.loads((bench.OUT / "lm-train.json").read_text())["runs"]
+    assert len(found) == 2 * 5
+    for run in found:
+        assert len(run["train"]) == 4 and len(run["in 4 bits"]) == 5
+        assert (run["in 4 bits"] == run["in BF16"]) == (run["row"] == "bf16")
+    # Each recipe starts from the same weights, with the same windows
+    first = {(run["row"], run["seed"]): run["train"][0] for run in found}
+    assert first["ufp4", 0] != first["ufp4", 1]
+    assert abs(first["ufp4", 0] - first["bf16", 0]) < 0.3
+    lost = next(bench.OUT.rglob("ufp4-s1.json"))
+    lost.unlink()
+    kept = {path: path.stat().st_mtime_ns for path in lost.parent.iterdir()}
+    bench.main(command)                         # makes what is not there, and the same
+    again = json.loads((bench.OUT / "lm-train.json").read_text())["runs"]
+    assert again == found and lost.exists()
+    assert all(path.stat().st_mtime_ns == at for path, at in kept.items())
