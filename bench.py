@@ -1286,7 +1286,7 @@ def compiled(name, arch):
 def counted_in(asm):
     """The tensor-core instructions in this code, by how often they are there, and how
     many instructions move registers to memory and back (spills). If there are none of
-    the former, it quantizes: then also the worst of written()."""
+    the former, it quantizes: then also executed(), and the worst of written()."""
     found = collections.Counter(re.findall(r"(?:tcgen05\.|\bw?g?)mma[._][^ ;]*",
                                            asm["ptx"]))
     spills = re.findall(r"\t(?:@!?U?P\w+ )?(?:STL|LDL)", asm["sass"])
@@ -1294,8 +1294,15 @@ def counted_in(asm):
             f"{len(spills)} spills"]
     if not found:
         full, sectors = min(written(asm["ttgir"]))
-        cell.append(f"{sectors} sectors {full:.0%} full")
+        cell = [f"{executed(asm['sass']):.1f} instructions an element", *cell,
+                f"{sectors} sectors {full:.0%} full"]
     return ", ".join(cell)
+
+def executed(sass):
+    """How many instructions a thread executes for each of its 32 numbers. There are no
+    loops, so it is all code up to the first exit that has no condition."""
+    code = [line.split("\t")[1] for line in sass.splitlines() if "\t" in line]
+    return (code.index("EXIT;") + 1) / 32
 
 def written(ttgir):
     """For each store of codes or values: how full the sectors are that a warp writes at

@@ -926,7 +926,8 @@ def test_kernels_native_products_are_chosen_by_recipe_and_gpu(monkeypatch):
 @pytest.mark.parametrize("call,wanted", [
     (("nvfp4", "sm_100"),
      r"fp4: 8 tcgen05.mma.cta_group::1.kind::mxf4nvf4\S+, (\d|1[0-2]) spills"),
-    (("dY, columns", "sm_90"), "quantize: 0 spills, 16 sectors 100% full")])
+    (("dY, columns", "sm_90"), r"quantize: (29|30)\.\d instructions an element, "
+     "0 spills, 16 sectors 100% full")])
 def test_kernels_compile_for_gpus_that_are_not_here(call, wanted):
     got = bench.lowering(*call)
     assert re.fullmatch(wanted, got), got
