@@ -1148,21 +1148,22 @@ def test_train_compiled_blocks_have_the_gradients_of_others(settings, monkeypatc
         assert len(ufp4.noise(model, tokens)) == 4      # sees into compiled blocks
     assert (grads[0] - grads[1]).norm() < 1e-2 * grads[0].norm()
 
-def test_train_checkpointing_has_the_gradients_of_others_bit_for_bit(settings):
-    """With random bits everywhere, which the second forward pass draws again."""
-    tokens, grads = torch.randint(256, (4, 32)), []
+def test_train_checkpointing_has_the_same_gradients_and_saves_less(settings):
+    """Bit for bit, with random bits everywhere: the second forward pass draws them
+    again."""
+    tokens, grads, sizes = torch.randint(256, (4, 32)), [], []
     for more in [], ["--remat"]:
         s = settings(*"--recipe ufp4 --sr x,w,dy".split(), *MOE, *more)
         model, _ = train.build(s, train.make_recipe(s), 256)
-        saved = []
-        hooks = torch.autograd.graph.saved_tensors_hooks(
-            lambda t: (saved.append(t.numel()), t)[1], lambda t: t)
         torch.manual_seed(3)
-        with torch.compiler.set_stance("force_eager"), hooks:
-            model(tokens, tokens).backward()
+        held = []
+        with torch.autograd.graph.saved_tensors_hooks(
+                lambda t: (held.append(t.numel()), t)[1], lambda t: t):
+            loss = model(tokens, tokens)
+        sizes.append(sum(held))
+        loss.backward()
         grads.append([p.grad for p in model.parameters()])
-        s.saved = sum(saved[:10**6])
-    assert all(torch.equal(a, b) for a, b in zip(*grads))
+    assert all(torch.equal(a, b) for a, b in zip(*grads)) and sizes[1] < sizes[0] / 2
 
 # -- The edit-run loop: repeat, resume, branch, grow --
 def test_train_a_second_start_has_a_folder_of_its_own(text, tmp_path, monkeypatch):
@@ -1516,8 +1517,9 @@ train.main(flags)"""
 def test_train_a_file_of_ones_own_adds_a_recipe(settings, tmp_path, monkeypatch):
     """A process that goes on has it, too. Its name may be that of a module."""
     monkeypatch.setattr(ufp4, "RECIPES", dict(RECIPES))
-    (tmp_path / "random.py").write_text("import ufp4\nmine = ufp4.Recipe('mine')\n"
-                                        "mine.mark, ufp4.RECIPES['mine'] = 7, mine\n")
+    (tmp_path / "random.py").write_text(
+        "import ufp4\nclass Mine(ufp4.Recipe):\n    mark = 7\n"
+        "ufp4.RECIPES['mine'] = Mine('mine')\n")
     s = settings("--with", str(tmp_path / "random.py"), "--recipe", "mine")
     assert train.make_recipe(s).mark == 7
     train.train(s)
@@ -1574,7 +1576,7 @@ def tree(folder):
     ("--clip -1", "--clip must be at least 0"),
     ("--recipe bf16 --fmt e2m1", "--fmt has no effect: bf16 quantizes nothing"),
     ("--keep-bf16 2", "--keep-bf16 2 leaves no block to quantize"),
-    ("--lr nan", "--lr must be above 0, not nan"),
+    ("--lr nan", "--lr must be at least 0, not nan"),
     ("--block 0", "--block must be above 0, not 0"),
     ("--schedule step", "--schedule must be cosine or wsd, not step"),
     ("--decay-frac 0", "--decay-frac must be above 0 and at most 1, not 0.0"),
@@ -1606,7 +1608,7 @@ def test_train_each_setting_has_its_help_beside_it(capsys):
         train.main(["--help"])
     shown = " ".join(capsys.readouterr().out.split())
     for f in dataclasses.fields(train.Config):
-        assert f"{train.flag(f.name)} " in shown and f.metadata["help"] in shown
+        assert train.flag(f.name) in shown and f.metadata["help"] in shown
 
 def test_train_imports_what_stands_beside_it(tmp_path):
     """Not packages of the same names that come first on the path."""
@@ -1686,7 +1688,7 @@ def test_train_killed_and_resumed_ends_with_the_same_weights(settings, text, tmp
              *"--steps 14 --rht fprop --sr x,w,dy".split()]
     whole, out = settings(*flags, "--out", str(tmp_path / "whole")), tmp_path / "killed"
     loss = train.train(whole)
-    code, error = run_train([*flags, "--out", "killed"], KILLS, tmp_path)
+    code, error = run_train([*flags, "--out", "killed", "--overwrite"], KILLS, tmp_path)
     assert code == 0, error
     out = out.rename(tmp_path / "moved")
     for _ in range(2):                      # the second time it only validates

@@ -361,13 +361,13 @@ class Config:
                 setattr(self, name, value)
         if self.warmup is None:         # at most a fifth of --steps
             self.warmup = min(preset["steps"] // 10, self.steps // 5)
-        for name in ("steps", "layers", "dim", "heads", "hidden", "seq_len", "lr",
+        for name in ("steps", "layers", "dim", "heads", "hidden", "seq_len",
                      "batch_size", "grad_accum", "eval_windows", "log_interval",
                      "save_interval", "block", "rht_block", "dry_run"):
             value = getattr(self, name)
             require(value is None or value > 0, f"{flag(name)} must be above 0, not "
                     f"{value}")
-        for name in ("seed", "warmup", "clip", "final_lr_frac", "max_new_tokens",
+        for name in ("seed", "lr", "warmup", "clip", "final_lr_frac", "max_new_tokens",
                      "eval_interval", "keep", "weight_decay"):
             value = getattr(self, name)
             require(value >= 0, f"{flag(name)} must be at least 0, not {value}")
@@ -739,9 +739,9 @@ def claim(config):
     torn = set(out.glob(CHECKPOINT)) - set(checkpoints(out))
     log_path = out / "log.jsonl"
     taken = later or (log_path.exists() and not in_place)
-    require(config.overwrite or not taken, f"{out} holds a run: --resume {out} goes on "
-            "with it, --overwrite deletes it, and without --out the new run gets a "
-            "folder of its own")
+    goes_on = f"--resume {out} goes on with it, " if checkpoints(out) else ""
+    require(config.overwrite or not taken, f"{out} holds a run: {goes_on}--overwrite "
+            "deletes it, and without --out the new run gets a folder of its own")
     for path in (*later, *torn):        # torn: a process was killed as it saved
         shutil.rmtree(path)
     if log_path.exists() and not in_place:
@@ -976,8 +976,9 @@ def train(config):
             # The random bits of this step and process: a resumed run draws the same
             seeds = np.random.SeedSequence((config.seed, step, RANK))
             torch.manual_seed(int(seeds.generate_state(1, np.uint64)[0]))
+            factor = lr_factor(step, config)
             for group in optimizer.param_groups:
-                group["lr"] = group["peak"] * lr_factor(step, config)
+                group["lr"] = group["peak"] * factor
             loss = 0.0
             for micro_step in range(config.grad_accum):
                 inputs, targets = get_batch(shards, config, step, micro_step)
