@@ -901,7 +901,8 @@ def bench_sqnr(args):
                              for db, *b_eff in medians[what])])
     rows.append(["X, fprop of fc2, the paper", "21.90", "19.94 (0.56)", "20.00",
                  "23.19 (0.97)"])
-    folder = finish(args, "sqnr", {"sqnr": rows}, {"run": str(args.dir), "medians": medians})
+    folder = finish(args, "sqnr", {"sqnr": rows},
+                    {"run": str(args.dir), "medians": medians})
     figure(folder / "sqnr.png", (10, 6), draw_sqnr, medians)
 
 def draw_sqnr(fig, medians):
@@ -1184,7 +1185,8 @@ def bench_runs(args):
     rows = [["run", "data", "steps", "validation loss", "loss error, %", "tokens/s"]]
     for name, log in logs.items():
         s = log[0]["settings"]
-        rows.append([name, Path(s["data"]).name, f"{log[-1].get('step', 0)} of {s['steps']}",
+        rows.append([name, Path(s["data"]).name,
+                     f"{log[-1].get('step', 0)} of {s['steps']}",
                      last(logged(log, "val_loss"), "{:.4f}"),
                      last(errors_of(log, logs.values()), "{:+.2f}"),
                      last(logged(log, "tokens_per_s"), "{:,.0f}")])

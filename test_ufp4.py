@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import types
 import warnings
 from dataclasses import replace
@@ -1178,7 +1179,8 @@ def test_train_a_second_start_has_a_folder_of_its_own(text, tmp_path, monkeypatc
     names = [name.replace("nano", train.Config().model) for name in names]
     assert {path.name for path in Path("out").iterdir()} == set(names)
     first, again, lr, steps, _ = ("out/" + name for name in names)
-    assert records(first) == records(again) and same_weights(*map(weights, (first, again)))
+    assert records(first) == records(again)
+    assert same_weights(weights(first), weights(again))
     one, other = ([line["train_loss"] for line in records(run)[1:]]
                   for run in (first, lr))
     assert one[0] == other[0] and one[1:] != other[1:]
@@ -1349,8 +1351,8 @@ def test_train_the_papers_models_and_what_they_need(monkeypatch, capsys):
                                    "--experts 8 --top-k 3 --hidden 64"])
 def test_train_the_rule_for_activations_is_what_autograd_saves(settings, flags):
     """Within a fifth: beside them there are gains, angles, casts of weights."""
-    s = settings(*"--recipe bf16 --dim 64 --hidden 160 --layers 3 --seq-len 256".split(),
-                 *flags.split())
+    sizes = "--recipe bf16 --dim 64 --hidden 160 --layers 3 --seq-len 256"
+    s = settings(*sizes.split(), *flags.split())
     model, _ = train.build(s, RECIPES["bf16"], 256)
     mine, held = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
 
@@ -1433,8 +1435,8 @@ train.main(flags)"""
 # -- Signals --
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"])
 def test_train_a_signal_stops_one_run_and_not_the_next(settings, monkeypatch, name):
-    """Sent to the process in step 2 (counted from 0). In main's thread Python code waits
-    until it is answered, so the answer is another thread's."""
+    """Sent to the process in step 2 (counted from 0). There the main thread waits until
+    it is answered, so the answer is another thread's."""
     number, answered = getattr(signal, name), threading.Event()
     real, before = train.lr_factor, signal.getsignal(number)
     s = settings("--recipe", "bf16")
@@ -1482,6 +1484,22 @@ def test_train_validation_stops_too_and_is_made_up_for(settings, monkeypatch):
     train.train(train.parse_args(["--resume", s.out]))
     assert records(s.out) == records(whole.out)
 
+def test_train_a_terminal_that_closes_stops_the_run_and_saves_it(text, tmp_path):
+    """Its SIGHUP comes when nothing can be printed any more."""
+    flags = [*TINY, *"--steps 100000 --save-interval 100000 --recipe bf16".split()]
+    pid, terminal = os.forkpty()
+    if not pid:
+        os.chdir(tmp_path)
+        os.execv(sys.executable, [sys.executable, str(HERE / "train.py"), *flags,
+                                  "--data", str(text), "--out", "run"])
+    log = tmp_path / "run/log.jsonl"
+    while not log.exists() or "tokens_per_s" not in log.read_text():
+        assert os.waitpid(pid, os.WNOHANG) == (0, 0)
+        time.sleep(0.1)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+    assert records(tmp_path / "run")[-1]["step"] == saved(tmp_path / "run")[0] > 0
+
 def test_train_ctrl_c_is_answered_while_something_else_runs(text, tmp_path):
     """Such as a compiler, in the same process group, which goes on. A second Ctrl-C
     ends the process though its main thread waits. nohup's SIGHUP stays ignored."""
@@ -1489,8 +1507,8 @@ def test_train_ctrl_c_is_answered_while_something_else_runs(text, tmp_path):
     wait = """
 import subprocess
 def wait_for_child(*_):
-    child = subprocess.Popen([sys.executable, "-c", "print('runs', flush=True); input()"],
-                             stdin=subprocess.PIPE)
+    code = "print('runs', flush=True); input()"
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
     print(child.wait(), flush=True)
 train.signal.signal(train.signal.SIGHUP, train.signal.SIG_IGN)
 when(train, "get_batch", 4, wait_for_child)
@@ -1735,8 +1753,8 @@ train.main(flags)""", tmp_path, *torchrun)
 
 def test_train_two_processes_start_with_the_values_of_one_and_half_the_memory(
         settings, tmp_path):
-    """Of 3 experts and 511 rows one process has more than the other. While a model of 43M
-    parameters is built, 170 MB, a process grows by less than three quarters of it."""
+    """Of 3 experts and 511 rows one process has more than the other. While a model of
+    43M parameters is built, 170 MB, a process grows by less than 3/4 of that."""
     flags = settings(*MOE, "--seed", "4", "--eval-windows", "4")
     (tmp_path / "config.json").write_text(json.dumps(vars(flags)))
     torchrun = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
@@ -1759,7 +1777,8 @@ if train.RANK == 0:
 """, tmp_path, *torchrun)
     assert code == 0, error
     model, _ = train.build(flags, train.make_recipe(flags), 511)
-    assert same_weights(torch.load(tmp_path / "whole.pt"), dict(model.named_parameters()))
+    whole = torch.load(tmp_path / "whole.pt")
+    assert same_weights(whole, dict(model.named_parameters()))
     w = model.blocks[0].attn.qkv.weight, model.blocks[1].mlp.fc2.weight
     assert [round(p.std().item(), 3) for p in w] == [0.02, 0.01]
     assert not torch.equal(*(block.mlp.fc1.weight for block in model.blocks))
@@ -1826,7 +1845,8 @@ def test_data_of_any_size_and_never_half_there(tmp_path, monkeypatch):
             "resource.RLIMIT_FSIZE, (3000, 3000)); prepare.write_tokens("
             "pathlib.Path('new/a.bin'), range(1500))")
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, text=True,
-                          env=os.environ | {"PYTHONPATH": str(HERE)}, capture_output=True)
+                          capture_output=True,
+                          env=os.environ | {"PYTHONPATH": str(HERE)})
     assert "OSError: [Errno 27] File too large" in done.stderr
     assert not list((tmp_path / "new").iterdir())
     (first,), _ = prepare.prepare(str(tmp_path / "my.txt"), tmp_path)
@@ -1854,7 +1874,8 @@ def test_data_tokens_of_ones_own_have_their_vocabulary(tmp_path, text, capsys):
     assert prepare.decode(prepare.encode("return x", own), own) == "return x"
     with pytest.raises(ValueError, match="lacks .'☃'"):
         prepare.encode("☃", own)
-    argv = [*TINY, "--recipe", "bf16", "--data", str(own), "--out", str(tmp_path / "run")]
+    argv = [*TINY, "--recipe", "bf16", "--data", str(own)]
+    argv += ["--out", str(tmp_path / "run")]
     train.main(argv)
     assert train.load(tmp_path / "run").embed.num_embeddings == len(chars)
     capsys.readouterr()
@@ -2199,7 +2220,8 @@ def test_bench_runs_are_compared_with_the_bf16_run_of_the_same_settings(
     for name, steps, error in (
             ("bf16", "8 of 8", "+0.00"), ("e2m1", "8 of 8", "+25.00"),
             ("stopped", "6 of 8", "+25.00")):           # at its last validation
-        assert found[name][1:3] == [Path(s["data"]).name, steps] and found[name][4] == error
+        assert found[name][1:3] == [Path(s["data"]).name, steps]
+        assert found[name][4] == error
     assert found["begun"][1:] == [Path(s["data"]).name, "0 of 8"]
     for name in ("another-seed", "longer"):     # without a bf16 run, no loss error
         assert len(found[name]) == len(found["e2m1"]) - 1

@@ -3,19 +3,18 @@
     python train.py --recipe ufp4               # 0.9M parameters, or on a GPU 26M
     python train.py --recipe ufp4 --lr 1e-3     # another run, in a folder of its own
     python train.py --resume out/RUN            # goes on after Ctrl-C or a crash
-    python train.py --resume out/RUN --steps 900                # ... and for longer
-    python train.py --resume out/RUN/ckpt-700 --recipe e2m1 --out out/branch
-    python train.py --init out/RUN --data my.txt                # keeps weights alone
+    python train.py --resume out/RUN --steps 900    # and for longer
+    python train.py --resume out/RUN/ckpt-700 --recipe e2m1 --out out/BRANCH
+    python train.py --init out/RUN --data my.txt    # a new run, from its weights
     python train.py --resume out/RUN --prompt "def "            # generates text
     torchrun --nproc-per-node 8 train.py --model dense-1.5b     # on 8 GPUs
     python train.py --model moe-124b --dry-run 512              # what it would need
 
-A run has a folder, by default out/MODEL-RECIPE-sSEED. If that is taken, it is
-out/MODEL-RECIPE-sSEED-2, and so on. There it keeps log.jsonl and its last checkpoints.
-A checkpoint holds the run's settings, too. So --resume needs only the folder, or one of
-its checkpoints. Flags beside --resume change the settings from there on.
-
-In a notebook: model = train.load("out/RUN").
+A run keeps its log and its last checkpoints in a folder, out/MODEL-RECIPE-sSEED. If
+that is taken, it is out/MODEL-RECIPE-sSEED-2, and so on. A checkpoint also holds the
+settings, so --resume needs only the folder, or one of its checkpoints. Flags beside
+--resume change the settings from there on, and the log says so. In a notebook,
+train.load("out/RUN") gives the trained model.
 
 A recipe (see ufp4.py) says how the linear layers inside the transformer's blocks do
 their matrix products. (The recipe bf16 quantizes nothing.) All products are computed in
@@ -439,6 +438,8 @@ def inherit(given):
         return given
     how = "resume" if "resume" in given else "init"
     path = find_checkpoint(given[how])
+    require(how == "init" or path.is_dir(),
+            f"--resume {path}: a file has weights alone, --init starts a run with them")
     old = settings_of(read_run(path))
     for name in SIZES:
         require(name not in given or given[name] == old[name],
@@ -514,7 +515,7 @@ def load_data(config, vocab_size):
     data = config.data
     if config.resume:       # the tokens that the run has used, if they are still there
         old = read_run(config.resume)
-        if old["settings"]["data"] == data and Path(old["data_folder"]).is_dir():
+        if old["settings"]["data"] == data and prepare.has_tokens(old["data_folder"]):
             data = old["data_folder"]
     if RANK == 0:
         prepare.prepare(data)           # one process downloads for all
@@ -565,16 +566,14 @@ def validate(model, val, config, stop=None):
     model.eval()
     # If X is rounded stochastically (--sr x), use the same random bits each time
     torch.manual_seed(config.seed)
-    losses, layers = [], {}
+    losses = []
     for batch in batches:
         if in_any_process(stop is not None and stop.is_set()):
-            break
+            model.train()
+            return None
         losses.append(model(*windows(val, batch, config)) * len(batch))
-    else:
-        layers = ufp4.noise(model, windows(val, batches[0], config)[0])
+    layers = ufp4.noise(model, windows(val, batches[0], config)[0])
     model.train()
-    if len(losses) < len(batches):
-        return None
     loss = all_sum(torch.stack(losses).sum()).item() / config.eval_windows
     found = {"val_loss": loss}
     if layers:
@@ -699,6 +698,16 @@ def read_log(path):
     require(header, f"{path} is damaged: it has no settings")
     return [header, *(steps[n] for n in sorted(steps))]
 
+def default_name(config):
+    """out/MODEL-RECIPE-sSEED. Flags that change the recipe stand behind it, such as
+    ufp4-rht.wgrad."""
+    name = f"out/{config.model}-{config.recipe}"
+    for field_name in ("keep_bf16", *RECIPE_FIELDS):
+        value = getattr(config, field_name)
+        if value:
+            name += f"-{field_name}.{value}"
+    return f"{name}-s{config.seed}"
+
 def new_folder(name):
     """Make a folder that was not there: name, or name-2, name-3, ..."""
     for number in itertools.count(1):
@@ -709,23 +718,28 @@ def new_folder(name):
         except FileExistsError:
             continue
 
-def claim(config):
-    """Choose the run's folder, config.out, and lock it. Returns the lock, an open file.
-    ValueError if the folder holds another run, which only --overwrite deletes."""
-    start = Path(config.resume) if config.resume else None
-    is_newest = start and checkpoints(start.parent)[-1:] == [start]
+def choose_folder(config):
+    """The run's folder, which is made if it is not there."""
     if config.out:
         out = Path(config.out)
         out.mkdir(parents=True, exist_ok=True)
-    elif is_newest:
-        out = start.parent              # the run goes on
-    elif start:                         # later steps would be lost in its own folder
-        out = new_folder(start.parent)
-        say(f"{start.parent} has later checkpoints, so this is a branch: {out}")
-    else:
-        out = new_folder(default := default_name(config))
-        if str(out) != default:
-            say(f"{default} is taken, so this run is in {out}")
+        return out
+    if config.resume:
+        start = Path(config.resume)
+        if checkpoints(start.parent)[-1] == start:
+            return start.parent             # the run goes on
+        out = new_folder(os.path.abspath(start.parent))
+        say(f"{start.parent} has later checkpoints, so this branch has a folder of its "
+            f"own, {out}")
+        return out
+    out = new_folder(default_name(config))
+    if str(out) != default_name(config):
+        say(f"{default_name(config)} is taken, so this run is in {out}")
+    return out
+
+def lock_folder(out):
+    """A file that is locked as long as it is open, so that no other process writes into
+    this folder."""
     lock = open(out / "lock", "w")
     try:
         import fcntl
@@ -734,30 +748,30 @@ def claim(config):
         raise ValueError(f"another process trains in {out}; use another --out")
     except (ImportError, OSError):      # Windows and some network disks have no locks
         pass
-    in_place = start is not None and out.samefile(start.parent)
-    later = [path for path in checkpoints(out) if not in_place or path > start]
-    torn = set(out.glob(CHECKPOINT)) - set(checkpoints(out))
-    log_path = out / "log.jsonl"
-    taken = later or (log_path.exists() and not in_place)
-    goes_on = f"--resume {out} goes on with it, " if checkpoints(out) else ""
-    require(config.overwrite or not taken, f"{out} holds a run: {goes_on}--overwrite "
-            "deletes it, and without --out the new run gets a folder of its own")
-    for path in (*later, *torn):        # torn: a process was killed as it saved
-        shutil.rmtree(path)
-    if log_path.exists() and not in_place:
-        log_path.unlink()
-    if log_path.exists():               # half a last line, of a process that was killed
-        text = log_path.read_bytes()
-        os.truncate(log_path, text.rfind(b"\n") + 1)
-    config.out = str(out)
     return lock
 
-def default_name(config):
-    """out/MODEL-RECIPE-sSEED, with flags that change the recipe: ufp4-rht.wgrad."""
-    changes = {name: getattr(config, name) for name in ("keep_bf16", *RECIPE_FIELDS)}
-    parts = [config.model, config.recipe,
-             *(f"{name}.{value}" for name, value in changes.items() if value)]
-    return "out/" + "-".join(parts) + f"-s{config.seed}"
+def claim(config):
+    """Choose the run's folder, config.out, and lock it. Returns the lock. ValueError if
+    it holds another run, or later steps of this one. Only --overwrite deletes these."""
+    out = choose_folder(config)
+    lock = lock_folder(out)
+    config.out = str(out)
+    log_file, saved = out / "log.jsonl", checkpoints(out)
+    goes_on = config.resume is not None and out.samefile(Path(config.resume).parent)
+    others = saved
+    if goes_on:
+        others = [path for path in saved if path.name > Path(config.resume).name]
+    if others or (log_file.exists() and not goes_on):
+        resume = f"--resume {out} goes on with it, " if saved else ""
+        require(config.overwrite, f"{out} holds a run: {resume}--overwrite deletes it, "
+                "and without --out the new run gets a folder of its own")
+    # A process that was killed may have left half a checkpoint and half a line
+    for path in (*others, *(set(out.glob(CHECKPOINT)) - set(saved))):
+        shutil.rmtree(path)
+    if log_file.exists():
+        whole_lines = log_file.read_bytes().rfind(b"\n") + 1
+        os.truncate(log_file, whole_lines if goes_on else 0)
+    return lock
 
 def git_commit():
     """The commit of this code, "-dirty" if it was changed; None outside of git."""
@@ -768,7 +782,8 @@ def git_commit():
 # --- Ctrl-C --------------------------------------------------------------------------
 
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
-           if hasattr(signal, name)]
+           if hasattr(signal, name)]            # Windows lacks some
+IN_NOTEBOOK = hasattr(sys, "ps1")       # or in another interactive Python
 
 @contextmanager
 def signals_caught(config):
@@ -789,37 +804,39 @@ def signals_caught(config):
     def answer():
         while number := receiver.recv(1):
             number = signal.Signals(number[0])
-            if number == getattr(signal, "SIGHUP", None):
+            if number.name == "SIGHUP":
                 leave_terminal()
-            if number == signal.SIGINT and stop.is_set() and not hasattr(sys, "ps1"):
-                say(f"stopped; {what_is_saved(config)}")
-                os._exit(130)
             if number in SIGNALS and not stop.is_set():
                 stop.set()
                 again = "again" if number == signal.SIGINT else "Ctrl-C"
                 say(f"{number.name}: stopping after this step; {again} to stop now")
+            elif number == signal.SIGINT and not IN_NOTEBOOK:
+                say(f"stopped; {what_is_saved(config)}")
+                os._exit(130)
 
     receiver, sender = socket.socketpair()
     sender.setblocking(False)
     threading.Thread(target=answer, daemon=True).start()
-    caught = []
+    interrupts = []
 
-    def handler(number, frame):
-        caught.append(number)
-        # In a notebook the process must live on
-        if caught.count(signal.SIGINT) > 1 and hasattr(sys, "ps1"):
+    def handler(number, frame):         # the main thread calls this, sooner or later
+        if number == signal.SIGINT:
+            interrupts.append(number)
+        if len(interrupts) > 1 and IN_NOTEBOOK:     # whose process must live on
             raise KeyboardInterrupt
 
     before = {number: signal.signal(number, handler) for number in SIGNALS
               if signal.getsignal(number) != signal.SIG_IGN}    # as nohup does
     wakeup = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
-    # Ctrl-C also goes to compilers that run for this process, and would end them. They
-    # inherit which signals the main thread blocks. The other thread gets them
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    # A terminal sends Ctrl-C to compilers that this process has started as well, and
+    # they would end. So block signals here, which they inherit. The thread gets them
+    if os.name == "posix":
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield stop
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        if os.name == "posix":
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         signal.set_wakeup_fd(wakeup)
         for number, old in before.items():
             signal.signal(number, old)
@@ -877,52 +894,57 @@ def build(config, recipe, vocab_size):
         group["peak"] = group["lr"]
     return model, optimizer
 
+def log_start(run, old, model):
+    """Log and print what runs, and what is not as it was in the run `old`."""
+    config = Config(**run["settings"])
+    now, before = ({**settings_of(r), "data_version": r["data_version"]}
+                   for r in (run, old))
+    changed = {name: [before[name], now[name]] for name in before.keys() & now.keys()
+               if before[name] != now[name]}
+    name = hardware(config.device)[0]
+    log(config, {"settings": run["settings"], "start": run["step"], "changed": changed,
+                 "data_version": run["data_version"], "commit": git_commit(),
+                 "processes": WORLD, "torch": torch.__version__, "hardware": name})
+    parameters = sum(p.numel() for p in model.parameters())
+    say(f"{config.model}, {parameters / 1e6:.2f}M parameters, recipe {config.recipe}, "
+        f"{config.dtype} on {WORLD} x {name}, steps {run['step']} to {config.steps}, "
+        f"{config.out}")
+    for name, (was, value) in changed.items():
+        say(f"changed: {name} is {value}, and was {was}")
+    if make_recipe(config).fmt and run["step"] < config.steps:
+        say("first the quantizers are compiled, which takes up to a minute once")
+
 def train(config):
     """Train to the last step. Returns the last validation loss."""
     recipe, vocab_size = make_recipe(config), prepare.vocabulary(config.data)
-    run = {"step": 0, "tokens": 0, "seconds": 0.0}
+    run, old = {"step": 0, "tokens": 0, "seconds": 0.0}, None
     if source := config.resume or config.init:
         old = read_run(source)
+        if config.data == old["settings"]["data"]:      # it may be gone by now
+            vocab_size = old["vocab_size"]
         require(vocab_size == old["vocab_size"], f"--data {config.data} has a "
                 f"vocabulary of {vocab_size}, and {source} one of {old['vocab_size']}")
     model, optimizer = build(config, recipe, vocab_size)
     shards, val, data_folder = load_data(config, vocab_size)
     if config.init:
         load_weights(config.init, model)
-    changed = {}
     if config.resume:
         load_checkpoint(config.resume, state_of(model, optimizer))
         run |= {name: old[name] for name in run}
-        changed = {name: [value, getattr(config, name)]
-                   for name, value in old["settings"].items()
-                   if name not in COMMANDS and value != getattr(config, name)}
     start = run["step"]
     require(start <= config.steps,
             f"{config.resume} is at step {start}, beyond --steps {config.steps}")
     # The folder is locked as long as this file is open
     lock = claim(config) if RANK == 0 else None
     if WORLD > 1:
-        names = [config.out]
-        dist.broadcast_object_list(names)
-        config.out, = names
-    name = hardware(config.device)[0]
-    # The folder is named after Python's version, or after a text's checksum
-    data_version = f"{data_folder.name}-{len(shards)}"
-    if config.resume and data_version != old["data_version"]:
-        changed["data_version"] = [old["data_version"], data_version]
-    log(config, {"settings": vars(config), "start": start, "changed": changed,
-                 "data_version": data_version, "commit": git_commit(),
-                 "processes": WORLD, "torch": torch.__version__, "hardware": name})
-    parameters = sum(p.numel() for p in model.parameters())
-    say(f"{config.model}, {parameters / 1e6:.2f}M parameters, recipe {config.recipe}, "
-        f"{config.dtype} on {WORLD} x {name}, steps {start} to {config.steps}, "
-        f"{config.out}")
-    for what, (was, now) in changed.items():
-        say(f"changed: {what} is {now}, and was {was}")
-    if recipe.fmt and start < config.steps:
-        say("first the quantizers are compiled, which takes up to a minute once")
+        out = [config.out]
+        dist.broadcast_object_list(out)                 # rank 0 has chosen it
+        config.out = out[0]
+    # The data's folder is named after Python's version, or after a text's checksum
     run |= {"settings": vars(config), "vocab_size": vocab_size,
-            "data_folder": str(data_folder), "data_version": data_version}
+            "data_folder": str(data_folder),
+            "data_version": f"{data_folder.name}-{len(shards)}"}
+    log_start(run, old if config.resume else run, model)
 
     moes = [m for m in model.modules() if isinstance(m, MoE)]
     bar = tqdm(total=config.steps, initial=start, disable=RANK > 0)
@@ -999,7 +1021,7 @@ def train(config):
                 timed_from, clock = step + 1, time.perf_counter()
 
     say(f'to generate text:  python train.py --resume {config.out} --prompt "def "\n'
-        f"to compare runs:   python bench.py runs")
+        "to compare runs:   python bench.py runs")
     return val_loss
 
 def is_due(step, interval):

@@ -131,14 +131,16 @@ def read_tokens(path):
                          "meta.pkl beside it)")
     return np.memmap(path, np.uint16, "r", offset=HEADER_BYTES, shape=count)
 
+def has_tokens(folder):
+    return all([*Path(folder).glob(f"*{part}*.bin")] for part in ("train", "val"))
+
 def token_files(folder):
     """-> (paths of the files to train on, path of the validation file)"""
-    paths = sorted(Path(folder).glob("*train*.bin"))
-    val = sorted(Path(folder).glob("*val*.bin"))
-    if not (paths and val):
+    if not has_tokens(folder):
         raise ValueError(f"the folder {folder} has no token files *train*.bin and "
                          "*val*.bin")
-    return paths, val[0]
+    return (sorted(Path(folder).glob("*train*.bin")),
+            min(Path(folder).glob("*val*.bin")))
 
 def download(url, path):
     """Fetch url to path. OSError if that fails."""
