@@ -271,11 +271,12 @@ class GPT(nn.Module):
 # --- Settings ------------------------------------------------------------------------
 
 NANO = dict(layers=4, dim=128, heads=4, hidden=352, experts=0, top_k=0, seq_len=256,
-            batch_size=8, steps=800, lr=3e-3, data="python")
+            batch_size=8, grad_accum=1, steps=800, lr=3e-3, data="python")
 SMALL = dict(layers=8, dim=512, heads=8, hidden=1408, experts=0, top_k=0, seq_len=1024,
-             batch_size=32, steps=2000, lr=1e-3, data="python")
+             batch_size=32, grad_accum=1, steps=2000, lr=1e-3, data="python")
 LARGE = dict(layers=24, dim=2048, heads=16, hidden=6016, experts=0, top_k=0,
-             seq_len=4096, batch_size=256, steps=30_000, lr=4e-4, data="fineweb")
+             seq_len=4096, batch_size=256, grad_accum=0, steps=30_000, lr=4e-4,
+             data="fineweb")
 PRESETS = {
     "nano": NANO,
     "nano-moe": dict(NANO, hidden=96, experts=16, top_k=3),
@@ -314,7 +315,6 @@ class Config:
     dtype: str = setting(None, "of products: float32, or bfloat16 if hardware has it")
     compile: bool = setting(False, "torch.compile the transformer's blocks")
     remat: bool = setting(False, "activation checkpointing: less memory, more time")
-    grad_accum: int = setting(1, "micro-batches of a step, to save memory")
     keep_bf16: int = setting(0, "blocks not quantized: the last N; -N: the first N")
     # The optimizer. The schedule multiplies the learning rate of each parameter group
     schedule: str = setting("cosine", "cosine, or wsd: warm-up, constant, linear decay")
@@ -340,6 +340,7 @@ class Config:
     top_k: int = setting(None, "experts per token")
     seq_len: int = setting(None, "tokens in a sequence")
     batch_size: int = setting(None, "sequences in a step, in all")
+    grad_accum: int = setting(None, "micro-batches of a step; 0: one for each sequence")
     steps: int = setting(None, "steps in all")
     lr: float = setting(None, "peak learning rate")
     # The recipe gives these, unless a flag does
@@ -361,15 +362,18 @@ class Config:
         if self.warmup is None:         # at most a fifth of --steps
             self.warmup = min(preset["steps"] // 10, self.steps // 5)
         for name in ("steps", "layers", "dim", "heads", "hidden", "seq_len",
-                     "batch_size", "grad_accum", "eval_windows", "log_interval",
+                     "batch_size", "eval_windows", "log_interval",
                      "save_interval", "block", "rht_block", "dry_run"):
             value = getattr(self, name)
             require(value is None or value > 0, f"{flag(name)} must be above 0, not "
                     f"{value}")
         for name in ("seed", "lr", "warmup", "clip", "final_lr_frac", "max_new_tokens",
-                     "eval_interval", "keep", "weight_decay"):
+                     "eval_interval", "keep", "weight_decay", "grad_accum"):
             value = getattr(self, name)
             require(value >= 0, f"{flag(name)} must be at least 0, not {value}")
+        processes = self.dry_run or WORLD
+        if self.grad_accum == 0:        # each process computes a sequence at a time
+            self.grad_accum = max(1, self.batch_size // processes)
         require(self.out != "", "--out '' is no folder")
         require(self.warmup <= self.steps, f"--warmup {self.warmup} must be at most "
                 f"--steps {self.steps}")
@@ -382,7 +386,6 @@ class Config:
         require(1 <= self.top_k <= self.experts or self.top_k == self.experts == 0,
                 f"--top-k {self.top_k} must be from 1 to --experts {self.experts}, or "
                 "both 0")
-        processes = self.dry_run or WORLD
         require(self.batch_size % (processes * self.grad_accum) == 0,
                 f"--batch-size {self.batch_size} must be a multiple of {processes} "
                 f"processes x --grad-accum {self.grad_accum}")
