@@ -760,11 +760,12 @@ def claim(config):
     lock = lock_folder(out)
     config.out = str(out)
     log_file, saved = out / "log.jsonl", checkpoints(out)
-    goes_on = config.resume is not None and out.samefile(Path(config.resume).parent)
+    is_continuation = (config.resume is not None
+                       and out.samefile(Path(config.resume).parent))
     others = saved
-    if goes_on:
+    if is_continuation:
         others = [path for path in saved if path.name > Path(config.resume).name]
-    if others or (log_file.exists() and not goes_on):
+    if others or (log_file.exists() and not is_continuation):
         resume = f"--resume {out} goes on with it, " if saved else ""
         require(config.overwrite, f"{out} holds a run: {resume}--overwrite deletes it, "
                 "and without --out the new run gets a folder of its own")
@@ -773,7 +774,7 @@ def claim(config):
         shutil.rmtree(path)
     if log_file.exists():
         whole_lines = log_file.read_bytes().rfind(b"\n") + 1
-        os.truncate(log_file, whole_lines if goes_on else 0)
+        os.truncate(log_file, whole_lines if is_continuation else 0)
     return lock
 
 def git_commit():
