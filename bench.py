@@ -52,6 +52,8 @@ import zlib
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))       # train.py and ufp4.py are those beside this file
 import train                        # before torch: it sets how CPU threads wait
 
 import numpy as np
@@ -61,10 +63,9 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import ufp4
-from data.prepare import prepare, read_tokens, vocabulary
+from ufp4_prepare import prepare, read_tokens, vocabulary   # train.py imports it so
 from ufp4 import FORMATS, GEMMS, RECIPES, Quantizer, Recipe
 
-HERE = Path(__file__).resolve().parent
 RECORDS, OUT = HERE / "data" / "results", HERE / "out" / "bench"
 
 # ---- Records, tables and figures ----
@@ -398,7 +399,7 @@ class Job:
         windows = (len(read_tokens(prepare(s.data)[1])) - 1) // s.seq_len
         if args.study == "quick":
             windows = max(1, windows // 4)
-        flags += (f"--eval-interval 1000000 --eval-windows {windows} "
+        flags += (f"--eval-interval 0 --eval-windows {windows} "
                   f"--save-interval {save_at} --with").split()
         # "" is no file. A resumed run would take that of the run that it starts from
         flags.append(str(args.file) if row not in OURS and row in RECIPES else "")
@@ -414,8 +415,10 @@ class Job:
         flags = self.flags
         if train.checkpoints(self.folder):              # an earlier command was stopped
             flags = [*flags, "--resume", str(self.folder)]
-        elif self.base:
-            flags = [*flags, "--resume", str(self.base.saved)]
+        else:                   # it may have left a log, though no checkpoint
+            flags = [*flags, "--overwrite"]
+            if self.base:
+                flags = [*flags, "--resume", str(self.base.saved)]
         return [sys.executable, __file__, "train", *flags]
 
     def result(self):
@@ -802,8 +805,9 @@ def jobs_of(args, study):
     return jobs
 
 # Flags of train.py that a study sets itself
-SET_BY_STUDY = {"--seed", "--recipe", "--model", "--out", "--resume", "--prompt",
-                "--eval-interval", "--eval-windows", "--save-interval"}
+SET_BY_STUDY = {"--seed", "--recipe", "--model", "--out", "--overwrite", "--resume",
+                "--init", "--prompt", "--export", "--dry-run", "--eval-interval",
+                "--eval-windows", "--save-interval", "--keep"}
 
 def bench_study(args):
     """Train what is not there yet; print and draw what the runs say."""
@@ -813,7 +817,7 @@ def bench_study(args):
     if taken:
         raise ValueError(f"a study sets {', '.join(taken)} itself")
     if args.file:
-        train.import_file(args.file.resolve())
+        train.import_with(args.file.resolve())
     changed = [name for name in OURS if RECIPES[name] is not OURS[name]]
     if changed:
         raise ValueError(f"{args.file} changes the recipe {', '.join(changed)}, with "
@@ -896,15 +900,14 @@ def measure(x, w, dy):
 def bench_sqnr(args):
     """Of the last checkpoint of the run of train.py in args.dir."""
     s = train.parse_args(["--resume", str(args.dir)])
-    model = train.GPT(s, train.make_recipe(s), vocabulary(s.data))
-    train.load(s.resume, {"model": model.state_dict()})
-    shards, _, _ = train.load_data(s)
-    found = sqnr_of(model.to(s.device), *train.get_batch(shards, s, s.steps))
+    model = train.load(s.resume, s.device)
+    shards, _, _ = train.load_data(s, model.embed.num_embeddings)
+    found = sqnr_of(model, *train.get_batch(shards, s, s.steps))
     rows = sqnr_table(found, ("X, fprop of fc1", "dY, wgrad of fc1", "X, fprop of fc2",
                               "Y of fc2", "dX of fc2", "dW of fc2"))
     rows.append(["X, fprop of fc2, the paper", "21.90", "19.94 (0.56)", "20.00",
                  "23.19 (0.97)"])
-    folder = finish(args, "sqnr", {"sqnr": rows}, {"run": s.out, "medians": found})
+    folder = finish(args, "sqnr", {"sqnr": rows}, {"run": str(args.dir), "medians": found})
     figure(folder / "sqnr.png", (10, 6), draw_sqnr, found)
 
 def kind(layer):
@@ -1430,17 +1433,23 @@ def logged(log, name):
     """{step: value} of the lines of a log that have this value."""
     return {line["step"]: line[name] for line in log[1:] if line.get(name) is not None}
 
+# Settings in which a run and the bf16 run that it is compared with may differ. They are
+# those of the recipe, and others that change at most random bits and the order of sums.
+# (Of `data`, a path, the version is compared.)
+MAY_DIFFER = {*train.COMMANDS, *train.RECIPE_FIELDS, "recipe", "keep_bf16", "with_",
+              "data", "device", "compile", "remat", "grad_accum", "eval_interval",
+              "log_interval", "save_interval", "keep", "max_new_tokens"}
+
 def errors_of(log, logs):
     """{step: loss error in %} of a run, where the bf16 run with its settings was
     validated, too. Empty if there is none among the logs."""
-    may_differ = train.MAY_CHANGE | {"recipe", "keep_bf16", *train.RECIPE_FIELDS}
     ours = log[0]["settings"]
     for first, *lines in logs:
         settings = first["settings"]
         if (settings["recipe"] == "bf16" and not first["start"]
                 and first["data_version"] == log[0]["data_version"]
                 and all(settings.get(name) == ours[name]
-                        for name in ours.keys() - may_differ)):
+                        for name in ours.keys() - MAY_DIFFER)):
             bf16 = logged([first, *lines], "val_loss")
             return {step: 100 * (loss / bf16[step] - 1)
                     for step, loss in logged(log, "val_loss").items() if step in bf16}
@@ -1464,7 +1473,8 @@ def bench_runs(args):
     rows = [["run", "data", "steps", "validation loss", "loss error, %", "tokens/s"]]
     for name, log in logs.items():
         s = log[0]["settings"]
-        rows.append([name, s["data"], f"{log[-1].get('step', 0)} of {s['steps']}",
+        rows.append([name, Path(s["data"]).name,
+                     f"{log[-1].get('step', 0)} of {s['steps']}",
                      last(logged(log, "val_loss"), "{:.4f}"),
                      last(errors_of(log, logs.values()), "{:+.2f}"),
                      last(logged(log, "tokens_per_s"), "{:,.0f}")])
@@ -1477,6 +1487,7 @@ def draw_runs(fig, logs):
     for name, log in logs.items():
         for ax, values in ((above, logged(log, "val_loss")),
                            (below, errors_of(log, logs.values()))):
+            values.pop(0, None)         # before the first step all are far above
             ax.plot(values.keys(), values.values(), "o-", ms=3.5, label=name)
     above.set(ylabel="validation loss, nats a token")
     below.axhline(0, color="black", lw=0.8, zorder=0)

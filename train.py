@@ -1,20 +1,20 @@
 """Pretrain a small GPT, dense or mixture-of-experts, in 4 bits or in BF16.
 
-    python train.py --recipe bf16 --out out/a   # 0.9M parameters, or on a GPU 26M
-    python train.py --recipe ufp4 --out out/b   # the same in 4 bits
-    python train.py --resume out/b              # goes on after Ctrl-C or a crash
-    python train.py --resume out/b --prompt "def "          # generates text
-    torchrun --nproc-per-node 8 train.py --recipe ufp4      # on 8 GPUs
+    python train.py --recipe ufp4               # 0.9M parameters, or on a GPU 26M
+    python train.py --recipe ufp4 --lr 1e-3     # another run, in a folder of its own
+    python train.py --resume out/RUN            # goes on after Ctrl-C or a crash
+    python train.py --resume out/RUN --steps 900    # and for longer
+    python train.py --resume out/RUN/ckpt-700 --recipe e2m1 --out out/BRANCH
+    python train.py --init out/RUN --data my.txt    # a new run, from its weights
+    python train.py --resume out/RUN --prompt "def "            # generates text
+    torchrun --nproc-per-node 8 train.py --model dense-1.5b     # on 8 GPUs
+    python train.py --model moe-124b --dry-run 512              # what it would need
 
-A run keeps log.jsonl and its last two checkpoints in its folder, --out, which is
-out/MODEL-RECIPE-sSEED by default. The log begins with all settings, so --resume needs
-only the folder. Flags beside --resume override the settings, for this start alone. If
-a flag changes what is computed, the result is another run, a branch, and needs a folder
-of its own:
-
-    python train.py --resume out/a/ckpt-STEP --recipe ufp4 --out out/c
-
-(STEP is a number such as 0000700. --save-interval says when checkpoints are made.)
+A run keeps its log and its last checkpoints in a folder, out/MODEL-RECIPE-sSEED. If
+that is taken, it is out/MODEL-RECIPE-sSEED-2, and so on. A checkpoint also holds the
+settings, so --resume needs only the folder, or one of its checkpoints. Flags beside
+--resume change the settings from there on, and the log says so. In a notebook,
+train.load("out/RUN") gives the trained model.
 
 A recipe (see ufp4.py) says how the linear layers inside the transformer's blocks do
 their matrix products. (The recipe bf16 quantizes nothing.) All products are computed in
@@ -28,21 +28,22 @@ if __name__ == "__main__":      # no traceback for Ctrl-C while torch is importe
     signal.signal(signal.SIGINT, lambda *_: sys.exit("train.py: interrupted"))
 
 import argparse
-import copy
 import importlib.util
-import inspect
+import itertools
 import json
 import math
 import os
+import pickle
 import re
 import shutil
+import socket
 import subprocess
 import threading
 import time
 import warnings
-import zlib
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 
 # Torch's threads wait for each other in a busy loop. If another program runs, this
@@ -55,12 +56,30 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions, get_state_dict, set_model_state_dict)
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
+def require(condition, message):
+    """ValueError if the user made a mistake. main() prints the message alone."""
+    if not condition:
+        raise ValueError(message)
+
+def import_file(path, name):
+    """Import a Python file by its place, under a name that no other module has."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    require(spec, f"{path} is not a Python file")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+# Other packages called ufp4 or data may be installed. So import the files beside this
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
 import ufp4
-from data.prepare import decode, encode, prepare, read_tokens, vocabulary
+prepare = import_file(HERE / "data" / "prepare.py", "ufp4_prepare")
 
 # --- Processes -----------------------------------------------------------------------
 # Under torchrun several processes train one model. FSDP2 shards it: each keeps a part
@@ -82,15 +101,14 @@ def all_sum(t):
         dist.all_reduce(t)
     return t
 
+def in_any_process(condition):
+    """Whether this holds in any process. (A tensor on the CPU waits for no GPU.)"""
+    return all_sum(torch.tensor(float(condition))).item() > 0
+
 def say(text):
     """Print, from one process, above the progress bar."""
     if RANK == 0:
         tqdm.write(text)
-
-def require(condition, message):
-    """ValueError if the user made a mistake. main() prints the message alone."""
-    if not condition:
-        raise ValueError(message)
 
 # --- The model -----------------------------------------------------------------------
 # Shapes: B sequences of T tokens, M = B T tokens in all, C = dim, D = C / heads,
@@ -173,7 +191,7 @@ class MoE(nn.Module):
         # (bincount would make the CPU wait for a GPU)
         ids = torch.arange(len(self.bias), device=x.device)         # 0, ..., E - 1
         offsets = torch.searchsorted(expert, ids, right=True).int()         # (E)
-        if self.training:
+        if self.training:       # (with --remat each token counts twice, which is fine)
             self.load += torch.diff(offsets, prepend=offsets.new_zeros(1))
         sorted_x = flat[order // self.top_k]                        # (M k, C)
         gate, up = self.fc1(sorted_x, offsets).chunk(2, -1)
@@ -219,14 +237,25 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.dim, vocab_size, bias=False)
 
     @torch.no_grad()
-    def init_weights(self):
+    def init_weights(self, seed):
         """As GPT-2 does: Gaussian numbers, smaller in layers that write to the residual
-        stream. The gains of norms are 1 already."""
+        stream. Each row has its own seed. So a process draws only the rows of its own
+        shard, and gets the same numbers however many processes there are."""
         small = 0.02 / math.sqrt(2 * len(self.blocks))
-        for name, p in self.named_parameters():
+        for number, (name, p) in enumerate(self.named_parameters()):
+            writes = name.endswith(("proj.weight", "fc2.weight"))
+            rows, first = p, 0
+            if hasattr(p, "to_local"):      # FSDP2: equal shards, but for the last ones
+                rows, first = p.to_local(), RANK * math.ceil(len(p) / WORLD)
+            values = np.ones(rows.shape, dtype=np.float32)          # a norm's gains
             if p.dim() > 1:
-                writes = name.endswith(("proj.weight", "fc2.weight"))
-                p.normal_(std=small if writes else 0.02)
+                for i in range(len(rows)):
+                    generator = np.random.default_rng((seed, number, first + i))
+                    values[i] = generator.standard_normal(p.shape[1:], np.float32)
+                values *= small if writes else 0.02
+            rows.copy_(torch.from_numpy(values))
+        for buffer in self.buffers():
+            buffer.zero_()
 
     def forward(self, tokens, targets=None):
         """tokens, targets (B, T) -> logits (B, T, V), or with targets the mean loss."""
@@ -242,26 +271,199 @@ class GPT(nn.Module):
 # --- Settings ------------------------------------------------------------------------
 
 NANO = dict(layers=4, dim=128, heads=4, hidden=352, experts=0, top_k=0, seq_len=256,
-            batch_size=8, steps=800, lr=3e-3)
+            batch_size=8, grad_accum=1, steps=800, lr=3e-3, data="python")
 SMALL = dict(layers=8, dim=512, heads=8, hidden=1408, experts=0, top_k=0, seq_len=1024,
-             batch_size=32, steps=2000, lr=1e-3)
+             batch_size=32, grad_accum=1, steps=2000, lr=1e-3, data="python")
+LARGE = dict(layers=24, dim=2048, heads=16, hidden=6016, experts=0, top_k=0,
+             seq_len=4096, batch_size=256, grad_accum=0, steps=30_000, lr=4e-4,
+             data="fineweb")
 PRESETS = {
     "nano": NANO,
     "nano-moe": dict(NANO, hidden=96, experts=16, top_k=3),
     "small": SMALL,
-    "small-moe": dict(SMALL, hidden=352, experts=32, top_k=3)}
+    "small-moe": dict(SMALL, hidden=352, experts=32, top_k=3),
+    # The paper's models. It says only how many parameters they have in all. Their
+    # shapes, batches and learning rates are our choice, and we have not trained them
+    "dense-1.5b": LARGE,
+    "moe-7.9b": dict(LARGE, dim=2400, heads=25, hidden=320, experts=128, top_k=8,
+                     batch_size=512, steps=50_000, lr=3e-4),
+    "moe-124b": dict(LARGE, layers=30, dim=4096, heads=32, hidden=1024, experts=320,
+                     top_k=6, batch_size=2048, steps=60_000, lr=2e-4)}
 
-RECIPE_FIELDS = ("fmt", "scale", "rht", "sr", "gemms", "rht_block")
+def setting(default, text):
+    """A field of Config, with its text in --help."""
+    return field(default=default, metadata={"help": text})
 
-# Flags that may differ when --resume goes on with a run. They change no more than
-# random bits, the order of sums and, by --grad-accum, what is quantized together.
-MAY_CHANGE = {"out", "resume", "prompt", "with_", "device", "compile", "grad_accum",
-              "data",       # the same file in another folder. Its content is compared
-              "eval_interval", "save_interval", "log_interval", "sample"}
+@dataclass
+class Config:
+    """Each field is a flag: batch_size is --batch-size."""
+    recipe: str = setting("ufp4", "how layers multiply, see RECIPES in ufp4.py")
+    model: str = setting("small" if GPU else "nano", ", ".join(PRESETS))
+    # Where to start, and what to do
+    out: str = setting(None, "the run's folder (default: out/MODEL-RECIPE-sSEED)")
+    overwrite: bool = setting(False, "delete the run that is in --out")
+    resume: str = setting(None, "go on with this run, a folder or a checkpoint")
+    init: str = setting(None, "start with the weights of this run, checkpoint or file")
+    prompt: str = setting(None, "only generate text after this, by the run of --resume")
+    max_new_tokens: int = setting(200, "how many tokens --prompt generates")
+    export: str = setting(None, "only write weights and settings of --resume to a file")
+    dry_run: int = setting(None, "only print what a run on so many processes needs")
+    with_: str = setting(None, "your own Python file, which adds to ufp4.RECIPES")
+    # How to compute
+    seed: int = setting(0, "of weights, batches, rotations and random bits")
+    device: str = setting("cuda" if GPU else "cpu", "cpu, cuda, cuda:1, mps, ...")
+    dtype: str = setting(None, "of products: float32, or bfloat16 if hardware has it")
+    compile: bool = setting(False, "torch.compile the transformer's blocks")
+    remat: bool = setting(False, "activation checkpointing: less memory, more time")
+    keep_bf16: int = setting(0, "blocks not quantized: the last N; -N: the first N")
+    # The optimizer. The schedule multiplies the learning rate of each parameter group
+    schedule: str = setting("cosine", "cosine, or wsd: warm-up, constant, linear decay")
+    warmup: int = setting(None, "steps (default: a tenth of the preset's, or fewer)")
+    decay_frac: float = setting(0.2, "part of the steps in which wsd decays")
+    final_lr_frac: float = setting(0.1, "last learning rate, as a fraction of the peak")
+    weight_decay: float = setting(0.1, "of matrices, by AdamW")
+    clip: float = setting(1.0, "largest gradient norm; 0 does not clip")
+    # What is validated, logged and saved
+    eval_interval: int = setting(100, "steps between validations; 0: only at the end")
+    eval_windows: int = setting(128, "validation windows of SEQ_LEN tokens")
+    log_interval: int = setting(10, "steps between lines of the log")
+    save_interval: int = setting(100, "steps between checkpoints")
+    keep: int = setting(2, "how many checkpoints to keep; 0: all")
+    # The preset gives these, unless a flag does
+    data: str = setting(None, "python, shakespeare, fineweb, a text file, or a folder "
+                              "of token files")
+    layers: int = setting(None, "number of blocks")
+    dim: int = setting(None, "width of the residual stream")
+    heads: int = setting(None, "attention heads")
+    hidden: int = setting(None, "width inside the MLP (its FFN dim), or in each expert")
+    experts: int = setting(None, "experts in a block; 0 for a dense model")
+    top_k: int = setting(None, "experts per token")
+    seq_len: int = setting(None, "tokens in a sequence")
+    batch_size: int = setting(None, "sequences in a step, in all")
+    grad_accum: int = setting(None, "micro-batches of a step; 0: one for each sequence")
+    steps: int = setting(None, "steps in all")
+    lr: float = setting(None, "peak learning rate")
+    # The recipe gives these, unless a flag does
+    fmt: str = setting(None, "format of the numbers: e2m1, e1m2 or int4")
+    scale: str = setting(None, "format of the scales: fp32, e4m3 or e8m0")
+    block: int = setting(None, "how many numbers share a scale")
+    rht: str = setting(None, "GEMMs with the RHT, such as dgrad,wgrad; or all, none")
+    sr: str = setting(None, "operands with SR, such as x,dy; or all, none")
+    gemms: str = setting(None, "GEMMs that are quantized, such as dgrad,wgrad")
+    rht_block: int = setting(None, "size of the Hadamard matrix: 16, 32, 64, ...")
+
+    def __post_init__(self):
+        """Fill in what the preset gives, and check what can be checked without data or
+        a device."""
+        preset = ufp4.lookup("model", self.model, PRESETS)
+        for name, value in preset.items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+        if self.warmup is None:         # at most a fifth of --steps
+            self.warmup = min(preset["steps"] // 10, self.steps // 5)
+        for name in ("steps", "layers", "dim", "heads", "hidden", "seq_len",
+                     "batch_size", "eval_windows", "log_interval",
+                     "save_interval", "block", "rht_block", "dry_run"):
+            value = getattr(self, name)
+            require(value is None or value > 0, f"{flag(name)} must be above 0, not "
+                    f"{value}")
+        for name in ("seed", "lr", "warmup", "clip", "final_lr_frac", "max_new_tokens",
+                     "eval_interval", "keep", "weight_decay", "grad_accum"):
+            value = getattr(self, name)
+            require(value >= 0, f"{flag(name)} must be at least 0, not {value}")
+        processes = self.dry_run or WORLD
+        if self.grad_accum == 0:        # each process computes a sequence at a time
+            self.grad_accum = max(1, self.batch_size // processes)
+        require(self.out != "", "--out '' is no folder")
+        require(self.warmup <= self.steps, f"--warmup {self.warmup} must be at most "
+                f"--steps {self.steps}")
+        require(0 < self.decay_frac <= 1, "--decay-frac must be above 0 and at most 1, "
+                f"not {self.decay_frac}")
+        require(abs(self.keep_bf16) < self.layers, f"--keep-bf16 {self.keep_bf16} "
+                f"leaves no block to quantize, of {self.layers}")
+        require(self.dim % (2 * self.heads) == 0,
+                f"--dim {self.dim} must be a multiple of 2 x --heads {self.heads}")
+        require(1 <= self.top_k <= self.experts or self.top_k == self.experts == 0,
+                f"--top-k {self.top_k} must be from 1 to --experts {self.experts}, or "
+                "both 0")
+        require(self.batch_size % (processes * self.grad_accum) == 0,
+                f"--batch-size {self.batch_size} must be a multiple of {processes} "
+                f"processes x --grad-accum {self.grad_accum}")
+        require(self.eval_windows % WORLD == 0, f"--eval-windows {self.eval_windows} "
+                f"must be a multiple of {WORLD} processes")
+        require(self.schedule in ("cosine", "wsd"),
+                f"--schedule must be cosine or wsd, not {self.schedule}")
+        require(self.dtype in (None, "float32", "bfloat16"),
+                f"--dtype must be float32 or bfloat16, not {self.dtype}")
+
+# Flags that say what to do now. A run that is resumed does not inherit them
+COMMANDS = ("out", "overwrite", "resume", "init", "prompt", "export", "dry_run")
+# Sizes of weights, which a checkpoint fixes
+SIZES = ("model", "layers", "dim", "hidden", "experts")
+RECIPE_FIELDS = ("fmt", "scale", "block", "rht", "sr", "gemms", "rht_block")
 
 def flag(name):
     """The flag of a field. with_ is --with, as Python reserves `with`."""
     return "--" + name.strip("_").replace("_", "-")
+
+def parse_args(argv=()):
+    """The flags as a Config. ValueError or SystemExit if they are wrong."""
+    p = argparse.ArgumentParser(prog="train.py", argument_default=argparse.SUPPRESS,
+                                allow_abbrev=False, usage="train.py [FLAGS]")
+    for f in fields(Config):
+        how = ({"action": argparse.BooleanOptionalAction} if f.type is bool
+               else {"type": f.type, "metavar": f.name.strip("_").upper()})
+        if f.name == "dry_run":
+            how |= {"nargs": "?", "const": WORLD, "metavar": "PROCESSES"}
+        text = f.metadata["help"]
+        if f.default is not None:
+            text += f" (default: {f.default})"
+        p.add_argument(flag(f.name), dest=f.name, help=text, **how)
+    given = vars(p.parse_args(argv))
+    if "data" in given and Path(given["data"]).exists():    # found from any folder
+        given["data"] = str(Path(given["data"]).resolve())
+    if given.get("with_"):
+        given["with_"] = str(Path(given["with_"]).resolve())
+    config = Config(**inherit(given))
+    import_with(config.with_)
+    if not config.dry_run:
+        choose_device(config)
+    return config
+
+def inherit(given):
+    """The flags that are given, and what --resume or --init adds to them."""
+    require(len({"resume", "init"} & given.keys()) < 2, "--resume goes on with a run, "
+            "--init starts one: give one of them")
+    for name in ("prompt", "export"):
+        require(name not in given or "resume" in given,
+                f"{flag(name)} needs --resume with a run or a checkpoint")
+    if not {"resume", "init"} & given.keys():
+        return given
+    how = "resume" if "resume" in given else "init"
+    path = find_checkpoint(given[how])
+    require(how == "init" or path.is_dir(),
+            f"--resume {path}: a file has weights alone, --init starts a run with them")
+    old = settings_of(read_run(path))
+    for name in SIZES:
+        require(name not in given or given[name] == old[name],
+                f"{flag(name)} {given.get(name)}: {path} has {old[name]}")
+    if how == "init":
+        old = {name: old[name] for name in (*SIZES, "heads", "top_k")}
+    if "recipe" in given:       # a new recipe drops the old run's --fmt, --rht, ...
+        old = {name: old[name] for name in old.keys() - set(RECIPE_FIELDS)}
+    return old | given | {how: str(path)}       # of two dicts the later one wins
+
+def settings_of(run):
+    """The settings that a run hands on, as far as this version has them."""
+    names = {f.name for f in fields(Config)} - set(COMMANDS)
+    return {name: value for name, value in run["settings"].items() if name in names}
+
+def import_with(path):
+    """Import the file of --with, if there is one. It adds to ufp4.RECIPES, and can
+    import files beside it."""
+    if path:
+        sys.path.insert(0, str(Path(path).parent))
+        import_file(path, f"with_{Path(path).stem}")
 
 def hardware(device):
     """-> (the name of the GPU, or else of the CPU; whether it has BF16 instructions)"""
@@ -272,130 +474,65 @@ def hardware(device):
     bf16 = any(cpu.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
     return cpu.get("cpu_name", cpu.get("architecture", "a CPU")), bf16
 
-@dataclass
-class Config:
-    """Each field is a flag: batch_size is --batch-size. The comment beside it is its
-    text in --help."""
-    recipe: str = "ufp4"            # how layers multiply, see RECIPES in ufp4.py
-    model: str = "small" if GPU else "nano"     # nano, nano-moe, small or small-moe
-    data: str = "python"            # python, shakespeare, fineweb or a text file
-    out: str = None                 # the run's folder (default: out/MODEL-RECIPE-sSEED)
-    resume: str = None              # a run's folder or checkpoint; no value: --out's
-    prompt: str = None              # generate text after this, by --resume's run
-    with_: str = None               # your own Python file, which adds to ufp4.RECIPES
-    seed: int = 0                   # of weights, batches, rotations and random bits
-    keep_bf16: int = 0              # blocks not quantized: the last N; -N: the first N
-    device: str = "cuda" if GPU else "cpu"      # cpu, cuda, cuda:1, mps, ...
-    dtype: str = None               # of products (default: bfloat16 if hardware has it)
-    compile: bool = False           # torch.compile the transformer's blocks
-    grad_accum: int = 1             # micro-batches of a step, to save memory
-    warmup: int = None              # steps (default: a tenth of the preset's, or fewer)
-    final_lr_frac: float = 0.1      # final learning rate, as a fraction of the peak
-    weight_decay: float = 0.1       # of matrices, by AdamW
-    clip: float = 1.0               # largest gradient norm; 0 does not clip
-    eval_interval: int = 100        # steps between validations
-    eval_windows: int = 128         # validation windows of SEQ_LEN tokens
-    save_interval: int = 100        # steps between checkpoints
-    log_interval: int = 10          # steps between lines of the log
-    sample: int = 200               # how many tokens to generate after --prompt
-    # The preset gives these, unless a flag does
-    layers: int = None              # number of blocks
-    dim: int = None                 # width of the residual stream
-    heads: int = None               # attention heads
-    hidden: int = None              # width inside the MLP, or inside each expert
-    experts: int = None             # experts in a block; 0 for a dense model
-    top_k: int = None               # experts per token
-    seq_len: int = None             # tokens in a sequence
-    batch_size: int = None          # sequences in a step, of all processes and parts
-    steps: int = None               # steps in all
-    lr: float = None                # peak learning rate
-    # The recipe gives these, unless a flag does
-    fmt: str = None                 # format of the numbers: e2m1, e1m2 or int4
-    scale: str = None               # format of the scales: fp32, e4m3 or e8m0
-    rht: str = None                 # GEMMs with the RHT, such as dgrad,wgrad; or none
-    sr: str = None                  # operands with SR, such as x,dy; or none
-    gemms: str = None               # GEMMs that are quantized, such as dgrad,wgrad
-    rht_block: int = None           # size of the Hadamard matrix: 16, 32, 64, ...
-
-    def __post_init__(self):
-        """Check, and fill in what was not given."""
-        preset = ufp4.lookup("model", self.model, PRESETS)
-        for name, value in preset.items():
-            if getattr(self, name) is None:
-                setattr(self, name, value)
-        if self.warmup is None:         # at most a fifth of --steps
-            self.warmup = min(preset["steps"] // 10, self.steps // 5)
-        for name in ("steps", "layers", "dim", "heads", "hidden", "seq_len",
-                     "batch_size", "grad_accum", "eval_windows", "eval_interval",
-                     "save_interval", "log_interval"):
-            value = getattr(self, name)
-            require(value > 0, f"{flag(name)} must be above 0, not {value}")
-        for name in ("seed", "warmup", "clip", "final_lr_frac", "sample"):
-            value = getattr(self, name)
-            require(value >= 0, f"{flag(name)} must be at least 0, not {value}")
-        require(self.warmup <= self.steps, "--warmup must be at most --steps")
-        require(abs(self.keep_bf16) < self.layers,
-                "--keep-bf16 leaves no block to quantize")
-        require(self.dim % (2 * self.heads) == 0,
-                "--dim must be a multiple of 2 x --heads")
-        require(1 <= self.top_k <= self.experts or self.top_k == self.experts == 0,
-                "--top-k must be from 1 to --experts, or both 0")
-        require(self.batch_size % (WORLD * self.grad_accum) == 0,
-                f"--batch-size must be a multiple of {WORLD} processes x --grad-accum")
-        require(self.eval_windows % WORLD == 0,
-                f"--eval-windows must be a multiple of {WORLD} processes")
-        require(self.dtype in (None, "float32", "bfloat16"),
-                "--dtype: float32 or bfloat16")
-        try:
-            if self.device == "cuda" and WORLD > 1:     # each process has its own GPU
-                torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-            torch.empty(1, device=self.device)
-        except (RuntimeError, AssertionError) as e:
-            raise ValueError(f"--device {self.device}: {str(e).splitlines()[0]}") from e
-        if self.dtype is None:
-            self.dtype = "bfloat16" if hardware(self.device)[1] else "float32"
-        # Torch compiles its product of experts, grouped_mm, in bfloat16 alone
-        require(self.dtype == "bfloat16" or not (self.compile and self.experts),
-                "--compile of experts needs --dtype bfloat16")
-        if self.out is None:
-            self.out = f"out/{self.model}-{self.recipe}"
-            for name in ("keep_bf16", *RECIPE_FIELDS):
-                if getattr(self, name) != getattr(Config, name):    # not the default
-                    self.out += f"-{name}.{getattr(self, name)}"
-            self.out += f"-s{self.seed}"
+def choose_device(config):
+    """Check --device, and choose --dtype if it is not given."""
+    try:
+        if config.device == "cuda" and WORLD > 1:   # each process has its own GPU
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.empty(1, device=config.device)
+    except (RuntimeError, AssertionError) as e:
+        raise ValueError(f"--device {config.device}: {str(e).splitlines()[0]}") from e
+    if config.dtype is None:
+        config.dtype = "bfloat16" if hardware(config.device)[1] else "float32"
+    # Torch compiles its product of experts, grouped_mm, in bfloat16 alone
+    require(config.dtype == "bfloat16" or not (config.compile and config.experts),
+            "--compile of experts needs --dtype bfloat16")
 
 def make_recipe(config):
     """The recipe, as changed by flags. The random signs of the RHT follow from the
     seed, and are the same in all layers and steps."""
-    recipe = copy.copy(ufp4.lookup("recipe", config.recipe, ufp4.RECIPES))
-    for name in RECIPE_FIELDS:
-        value = getattr(config, name)
-        if value is None:
-            continue
-        require(recipe.fmt, f"{flag(name)} has no effect: {config.recipe} quantizes "
-                "nothing")
-        if name in ("rht", "sr", "gemms"):
-            value = () if value == "none" else tuple(value.replace(" ", "").split(","))
-        setattr(recipe, name, value)
-    recipe.sign_seed += config.seed
-    recipe.__post_init__()              # checks the fields, and makes the signs
-    return recipe
+    recipe = ufp4.lookup("recipe", config.recipe, ufp4.RECIPES)
+    changes = {name: getattr(config, name) for name in RECIPE_FIELDS
+               if getattr(config, name) is not None}
+    require(recipe.fmt or not changes, f"{' '.join(map(flag, changes))} has no effect: "
+            f"{config.recipe} quantizes nothing")
+    for name, allowed in (("rht", ufp4.GEMMS), ("sr", ufp4.OPERANDS),
+                          ("gemms", ufp4.GEMMS)):
+        if name in changes:
+            changes[name] = split_names(name, changes[name], allowed)
+    return replace(recipe, sign_seed=recipe.sign_seed + config.seed, **changes)
+
+def split_names(name, text, allowed):
+    """"dgrad,wgrad" -> ("dgrad", "wgrad"). Also "all" and "none"."""
+    if text in ("all", "none"):
+        return allowed if text == "all" else ()
+    names = tuple(text.replace(" ", "").split(","))
+    require(set(names) <= set(allowed), f"{flag(name)} must be all, none or some of "
+            f"{','.join(allowed)}, not {text}")
+    return names
 
 # --- Data ----------------------------------------------------------------------------
 
-def load_data(config):
-    """-> (shards to train on, validation tokens, the version of the data)"""
+def load_data(config, vocab_size):
+    """-> (shards to train on, validation tokens, the folder they are in)"""
+    data = config.data
+    if config.resume:       # the tokens that the run has used, if they are still there
+        old = read_run(config.resume)
+        if old["settings"]["data"] == data and prepare.has_tokens(old["data_folder"]):
+            data = old["data_folder"]
     if RANK == 0:
-        prepare(config.data)            # one process downloads for all
+        prepare.prepare(data)           # one process downloads for all
     if WORLD > 1:
         dist.barrier()                  # the others wait
-    paths, val_path = prepare(config.data)              # finds what is there
-    shards, val = [read_tokens(path) for path in paths], read_tokens(val_path)
+    paths, val_path = prepare.prepare(data)             # finds what is there
+    shards, val = [prepare.read_tokens(p) for p in paths], prepare.read_tokens(val_path)
     for tokens in (*shards, val):
         require(len(tokens) > config.seq_len, f"{tokens.filename} has {len(tokens)} "
-                "tokens, too few for a sequence: take a smaller --seq-len")
-    # The data's folder is named after Python's version, or after a text's checksum
-    return shards, val, f"{val_path.parent.name}-{len(shards)}"
+                "tokens, too few for a sequence: use a smaller --seq-len")
+        largest = tokens[:10**6].max()
+        require(largest < vocab_size, f"{tokens.filename} has the token {largest}, and "
+                f"its vocabulary only {vocab_size}")
+    return shards, val, val_path.resolve().parent
 
 def windows(tokens, starts, config):
     """-> inputs (B, T), and targets (B, T), which are the next tokens."""
@@ -406,36 +543,41 @@ def windows(tokens, starts, config):
     rows = rows.to(config.device, non_blocking=True)
     return rows[:, :-1], rows[:, 1:]
 
-def get_batch(shards, config, step, part=0):
-    """A step has batch_size random windows, in grad_accum parts, each split over the
-    processes. Returns this process's share of a part. Steps take shards in turn. Seed
-    and step fix the windows, so a run can be resumed."""
+def get_batch(shards, config, step, micro_step=0):
+    """A step has batch_size random windows, in grad_accum micro-batches, each split
+    over the processes. Returns this process's share of one. Steps take shards in turn.
+    Seed and step fix the windows, so a run can be resumed."""
     shard = shards[step % len(shards)]
     generator = np.random.default_rng((config.seed, step))
     starts = generator.integers(0, len(shard) - config.seq_len, size=config.batch_size)
     size = config.batch_size // (WORLD * config.grad_accum)
-    first = (part * WORLD + RANK) * size
+    first = (micro_step * WORLD + RANK) * size
     return windows(shard, starts[first:first + size], config)
 
 # --- Evaluation ----------------------------------------------------------------------
 
 @torch.no_grad()
-def validate(model, val, config):
+def validate(model, val, config, stop=None):
     """-> {"val_loss": ..., "noise": ..., "slope": ...} of the model, quantized as in
     training. The loss is a mean over windows spaced evenly over the text. Noise and
     slope (below 1 is shrinkage; see ufp4.noise) are means over the quantized layers,
-    for this process's first batch. bf16 has none."""
+    for this process's first batch. bf16 has none. None if `stop` is set meanwhile."""
     starts = np.linspace(0, len(val) - config.seq_len - 1, config.eval_windows)
     starts = np.split(starts.astype(int), WORLD)[RANK]          # this process's share
     size = config.batch_size // (WORLD * config.grad_accum)     # windows at a time
     batches = [starts[i:i + size] for i in range(0, len(starts), size)]
     model.eval()
-    # If X is rounded stochastically (--sr x), take the same random bits each time
+    # If X is rounded stochastically (--sr x), use the same random bits each time
     torch.manual_seed(config.seed)
-    losses = [model(*windows(val, batch, config)) * len(batch) for batch in batches]
-    loss = all_sum(torch.stack(losses).sum()).item() / config.eval_windows
+    losses = []
+    for batch in batches:
+        if in_any_process(stop is not None and stop.is_set()):
+            model.train()
+            return None
+        losses.append(model(*windows(val, batch, config)) * len(batch))
     layers = ufp4.noise(model, windows(val, batches[0], config)[0])
     model.train()
+    loss = all_sum(torch.stack(losses).sum()).item() / config.eval_windows
     found = {"val_loss": loss}
     if layers:
         found["noise"], found["slope"] = np.mean([*layers.values()], 0).tolist()
@@ -443,310 +585,549 @@ def validate(model, val, config):
 
 # --- A run's folder ------------------------------------------------------------------
 # Checkpoints are folders of torch.distributed.checkpoint (DCP), such as ckpt-0000700.
+# With the weights and moments there is run.json: the settings and where the run stands.
 CHECKPOINT = "ckpt-" + 7 * "[0-9]"
 
 def checkpoints(folder):
     """The complete checkpoints in a folder, oldest first. DCP writes .metadata last."""
     return sorted(path.parent for path in Path(folder).glob(f"{CHECKPOINT}/.metadata"))
 
+def find_checkpoint(path):
+    """The checkpoint that a path means: the newest one of a run's folder, or itself.
+    ckpt-700 finds ckpt-0000700. An exported file is returned as it is."""
+    path = Path(path)
+    if path.is_file():
+        return path
+    saved = checkpoints(path)
+    if saved:
+        return saved[-1]
+    if re.fullmatch(r"ckpt-\d+", path.name):
+        path = path.with_name(f"ckpt-{int(path.name[5:]):07d}")
+    others = ", ".join(other.name for other in checkpoints(path.parent))
+    require((path / ".metadata").exists(), f"there is no checkpoint in {path}"
+            + (f"; {path.parent} has {others}" if others else ""))
+    return path
+
+def read_run(path):
+    """What a checkpoint or an exported file says about its run."""
+    try:
+        if Path(path).is_file():
+            file = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+            return {name: file[name] for name in file.keys() - {"model"}}
+        return json.loads((Path(path) / "run.json").read_text())
+    except (OSError, RuntimeError, ValueError, pickle.UnpicklingError) as e:
+        raise ValueError(f"can't read the settings in {path}: {e}") from e
+
+def state_of(model, optimizer):
+    """The tensors of a checkpoint. They are those of the model and of the optimizer,
+    not copies (get_state_dict makes a new optimizer's moments), so load_checkpoint()
+    fills these in place."""
+    weights, moments = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": {"state": moments["state"]}}
+
+def load_checkpoint(path, state):
+    """Read a checkpoint into the tensors of `state`. ValueError if that fails."""
+    try:
+        dcp.load(state, checkpoint_id=path)
+    except dcp.CheckpointException as e:
+        error, _ = next(iter(e.failures.values()))
+        raise ValueError(f"can't load {path}: {error!r}; if it is damaged, delete it, "
+                         "and --resume uses the one before") from e
+
+def load_weights(path, model):
+    """Fill a model with the weights of a checkpoint or of an exported file."""
+    if Path(path).is_file():
+        file = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+        options = StateDictOptions(full_state_dict=True)
+        set_model_state_dict(model, file["model"], options=options)
+    else:
+        load_checkpoint(path, {"model": model.state_dict()})
+
+def save(config, run, model, optimizer):
+    """Write ckpt-STEP, all processes together, and delete all but the last --keep. Of a
+    checkpoint that can't be written nothing is left."""
+    out = Path(config.out)
+    path = out / f"ckpt-{run['step']:07d}"
+    try:
+        if RANK == 0:
+            path.mkdir()
+            (path / "run.json").write_text(json.dumps(run))
+        dcp.save(state_of(model, optimizer), checkpoint_id=path)
+    except (OSError, dcp.CheckpointException) as e:
+        error = e
+        if isinstance(e, dcp.CheckpointException):
+            error, _ = next(iter(e.failures.values()))
+        if RANK == 0:
+            shutil.rmtree(path, ignore_errors=True)
+        free = shutil.disk_usage(out).free
+        raise OSError(f"can't save {path}: {error} ({free / 1e6:,.0f} MB are free "
+                      f"there); {what_is_saved(config)}") from e
+    if RANK == 0 and config.keep:
+        for old in checkpoints(out)[:-config.keep]:
+            shutil.rmtree(old)
+
+def what_is_saved(config):
+    """For whoever stops a run: its newest checkpoint, and how to go on."""
+    saved = checkpoints(config.out)
+    if not saved:
+        return "nothing is saved"
+    return (f"step {int(saved[-1].name[5:])} is saved; to go on: "
+            f"python train.py --resume {config.out}")
+
+def log(config, record):
+    """Append a dict to the log, as a line. One write, so that it is never half there
+    if the process is killed."""
+    if RANK == 0:
+        with open(Path(config.out) / "log.jsonl", "ab", buffering=0) as file:
+            file.write(f"{json.dumps(record)}\n".encode())
+
 def read_log(path):
-    """-> [header, step, step, ...], dicts. Each start of a run logs a header with its
-    settings. The first is returned. A step that was redone counts once."""
+    """-> [header, step, step, ...], dicts. Each start of a run logs a header. Returned
+    is the last, with the step at which the first began. A step may have several lines.
+    What was logged after the step at which a run was resumed does not count."""
     header, steps = None, {}
     for text in Path(path).read_text(errors="replace").splitlines():
         try:
             record = json.loads(text)
         except ValueError:              # half a line, of a process that was killed
             continue
+        if not isinstance(record, dict):
+            continue
         if "step" in record:
-            steps[record["step"]] = record
-        else:
-            header = header or record
+            steps[record["step"]] = steps.get(record["step"], {}) | record
+        elif "settings" in record:
+            steps = {n: old for n, old in steps.items() if n <= record["start"]}
+            header = record | {"start": header["start"] if header else record["start"]}
     require(header, f"{path} is damaged: it has no settings")
     return [header, *(steps[n] for n in sorted(steps))]
 
-def resumed(given):
-    """The flags that are given, and for all others the settings of --resume's run, as a
-    dict."""
-    path = Path(given.get("resume") or given.get("out") or Config(**given).out)
-    if checkpoints(path):                               # it is a run's folder
-        path = checkpoints(path)[-1]
-    require((path / ".metadata").exists(), f"there is no checkpoint in {path}")
-    old = read_log(path.parent / "log.jsonl")[0]["settings"]
-    for name in ("model", "layers", "dim", "heads", "hidden", "experts", "top_k"):
-        require(name not in given or given[name] == old[name],
-                f"{flag(name)} {given.get(name)}: {path} has {old[name]}")
-    if "recipe" in given:       # a new recipe drops the old run's --fmt, --rht, ...
-        old |= dict.fromkeys(RECIPE_FIELDS)
-    # Of two dicts the later one wins
-    return old | {"out": str(path.parent)} | given | {"resume": str(path)}
+def default_name(config):
+    """out/MODEL-RECIPE-sSEED. Flags that change the recipe stand behind it, such as
+    ufp4-rht.wgrad."""
+    name = f"out/{config.model}-{config.recipe}"
+    for field_name in ("keep_bf16", *RECIPE_FIELDS):
+        value = getattr(config, field_name)
+        if value:
+            name += f"-{field_name}.{value}"
+    return f"{name}-s{config.seed}"
 
-def goes_on(config):
-    """Whether --resume names the newest checkpoint in --out, and so goes on with that
-    run. If not, another run begins in --out."""
-    saved = checkpoints(config.out)
-    return bool(config.resume and saved) and saved[-1].samefile(config.resume)
+def new_folder(name):
+    """Make a folder that was not there: name, or name-2, name-3, ..."""
+    for number in itertools.count(1):
+        path = Path(name if number == 1 else f"{name}-{number}")
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:
+            continue
 
-def claim(config, data_version):
-    """Lock the run's folder for this process. Returns the lock, an open file.
-    ValueError if the folder holds another run, or if settings would change the run."""
-    out = Path(config.out)
-    out.mkdir(parents=True, exist_ok=True)
+def choose_folder(config):
+    """The run's folder, which is made if it is not there."""
+    if config.out:
+        out = Path(config.out)
+        out.mkdir(parents=True, exist_ok=True)
+        return out
+    if config.resume:
+        start = Path(config.resume)
+        if checkpoints(start.parent)[-1] == start:
+            return start.parent             # the run goes on
+        out = new_folder(os.path.abspath(start.parent))
+        say(f"{start.parent} has later checkpoints, so this branch has a folder of its "
+            f"own, {out}")
+        return out
+    out = new_folder(default_name(config))
+    if str(out) != default_name(config):
+        say(f"{default_name(config)} is taken, so this run is in {out}")
+    return out
+
+def lock_folder(out):
+    """A file that is locked as long as it is open, so that no other process writes into
+    this folder."""
     lock = open(out / "lock", "w")
     try:
         import fcntl
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ValueError(f"another process trains in {out}; take another --out")
+        raise ValueError(f"another process trains in {out}; use another --out")
     except (ImportError, OSError):      # Windows and some network disks have no locks
         pass
-    same_run = goes_on(config)
-    require(same_run or not checkpoints(out), f"{out} holds a run: --resume {out} goes "
-            "on with it, --out with a new folder begins another")
-    if config.resume:
-        old = read_log(Path(config.resume).parent / "log.jsonl")[0]
-        changed = [flag(name) for name, value in old["settings"].items()
-                   if name not in MAY_CHANGE and value != getattr(config, name)]
-        if same_run:
-            if with_version(config) != old.get("with_version"):
-                changed.append(f"{config.with_}, which was edited,")
-            require(not changed, f"{', '.join(changed)} would change the run in {out}; "
-                    "to branch from it, add --out with a new folder")
-        # A branch may take other --data, but not a text that was edited since
-        if same_run or config.data == old["settings"]["data"]:
-            require(data_version == old["data_version"], f"--data {config.data} is "
-                    f"{data_version} now and was {old['data_version']}")
     return lock
 
-def state_of(model, optimizer, step=0):
-    """What a checkpoint holds, a dict. Its tensors are those of the model and the
-    optimizer, not copies (get_state_dict makes a new optimizer's moments). So load()
-    fills these in place. Random bits and batches follow from seed and step."""
-    weights, moments = get_state_dict(model, optimizer)
-    return {"model": weights, "optimizer": moments, "step": step}
-
-def save(config, step, model, optimizer):
-    """Write ckpt-STEP, all processes together. Keep only the last two checkpoints."""
-    out = Path(config.out)
-    dcp.save(state_of(model, optimizer, step), checkpoint_id=out / f"ckpt-{step:07d}")
-    if RANK == 0:
-        for path in set(out.glob(CHECKPOINT)) - set(checkpoints(out)[-2:]):
-            shutil.rmtree(path)
-
-def load(path, state):
-    """Read a checkpoint into the tensors of `state`, and set state["step"]. ValueError
-    if that fails."""
-    try:
-        dcp.load(state, checkpoint_id=path)
-    except dcp.CheckpointException as e:
-        error, _ = next(iter(e.failures.values()))
-        raise ValueError(f"can't load {path}: {error!r}; if it is damaged, delete it, "
-                         "and --resume takes the one before") from e
-
-def log(config, record, mode="a"):
-    """Append a dict to the log, as a line, or with mode "w" begin a new log."""
-    if RANK == 0:
-        with open(Path(config.out) / "log.jsonl", mode) as file:
-            file.write(json.dumps(record) + "\n")
-
-def with_version(config):
-    """A checksum of the file of --with."""
-    return config.with_ and zlib.crc32(Path(config.with_).read_bytes())
+def claim(config):
+    """Choose the run's folder, config.out, and lock it. Returns the lock. ValueError if
+    it holds another run, or later steps of this one. Only --overwrite deletes these."""
+    out = choose_folder(config)
+    lock = lock_folder(out)
+    config.out = str(out)
+    log_file, saved = out / "log.jsonl", checkpoints(out)
+    is_continuation = (config.resume is not None
+                       and out.samefile(Path(config.resume).parent))
+    others = saved
+    if is_continuation:
+        others = [path for path in saved if path.name > Path(config.resume).name]
+    if others or (log_file.exists() and not is_continuation):
+        resume = f"--resume {out} goes on with it, " if saved else ""
+        require(config.overwrite, f"{out} holds a run: {resume}--overwrite deletes it, "
+                "and without --out the new run gets a folder of its own")
+    # A process that was killed may have left half a checkpoint and half a line
+    for path in (*others, *(set(out.glob(CHECKPOINT)) - set(saved))):
+        shutil.rmtree(path)
+    if log_file.exists():
+        whole_lines = log_file.read_bytes().rfind(b"\n") + 1
+        os.truncate(log_file, whole_lines if is_continuation else 0)
+    return lock
 
 def git_commit():
     """The commit of this code, "-dirty" if it was changed; None outside of git."""
     command = "git describe --always --dirty --abbrev=40 --exclude=*"   # no tags
-    done = subprocess.run(command, shell=True, cwd=Path(__file__).parent,
-                          capture_output=True, text=True)
+    done = subprocess.run(command, shell=True, cwd=HERE, capture_output=True, text=True)
     return done.stdout.strip() or None
+
+# --- Ctrl-C --------------------------------------------------------------------------
+
+SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
+           if hasattr(signal, name)]            # Windows lacks some
+IN_NOTEBOOK = hasattr(sys, "ps1")       # or in another interactive Python
+
+@contextmanager
+def signals_caught(config):
+    """Yields an Event. Ctrl-C (SIGINT) sets it, and so do SIGTERM, SIGHUP of a terminal
+    that closes, and SIGUSR1, which clusters send as a warning. The run then saves and
+    stops after its step. A second Ctrl-C ends the process at once.
+
+    Python calls a signal's handler only between two of its instructions in the main
+    thread. If that waits, for example for a compiler, an answer would take minutes. But
+    set_wakeup_fd writes the signal's number into a socket immediately, and another
+    thread reads it there."""
+    stop = threading.Event()
+    # Python allows signal handlers in the main thread alone
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def answer():
+        while number := receiver.recv(1):
+            number = signal.Signals(number[0])
+            if number.name == "SIGHUP":
+                leave_terminal()
+            if number in SIGNALS and not stop.is_set():
+                stop.set()
+                again = "again" if number == signal.SIGINT else "Ctrl-C"
+                say(f"{number.name}: stopping after this step; {again} to stop now")
+            elif number == signal.SIGINT and not IN_NOTEBOOK:
+                say(f"stopped; {what_is_saved(config)}")
+                os._exit(130)
+
+    receiver, sender = socket.socketpair()
+    sender.setblocking(False)
+    threading.Thread(target=answer, daemon=True).start()
+    interrupts = []
+
+    def handler(number, frame):         # the main thread calls this, sooner or later
+        if number == signal.SIGINT:
+            interrupts.append(number)
+        if len(interrupts) > 1 and IN_NOTEBOOK:     # whose process must live on
+            raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, handler) for number in SIGNALS
+              if signal.getsignal(number) != signal.SIG_IGN}    # as nohup does
+    wakeup = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+    # A terminal sends Ctrl-C to compilers that this process has started as well, and
+    # they would end. So block signals here, which they inherit. The thread gets them
+    if os.name == "posix":
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield stop
+    finally:
+        if os.name == "posix":
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        signal.set_wakeup_fd(wakeup)
+        for number, old in before.items():
+            signal.signal(number, old)
+        sender.close()                  # so the thread ends
+
+def leave_terminal():
+    """Print nowhere if the terminal has closed, where printing would be an error."""
+    for fd in (1, 2):
+        try:
+            os.write(fd, b"\n")
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
 
 # --- The run -------------------------------------------------------------------------
 
-def learning_rate(step, config):
-    """Linear warm-up, then cosine decay to final_lr_frac * lr at the last step."""
+def lr_factor(step, config):
+    """By what the schedule multiplies the peak learning rate: linear warm-up, then
+    cosine decay to final_lr_frac at the last step. Or, with wsd, 1 and then a linear
+    decay in the last steps."""
     if step < config.warmup:
-        return config.lr * (step + 1) / config.warmup
-    t = (step - config.warmup) / max(1, config.steps - 1 - config.warmup)
-    fall = 0.5 * (1 + math.cos(math.pi * t))                        # from 1 to 0
-    return config.lr * (config.final_lr_frac + (1 - config.final_lr_frac) * fall)
+        return (step + 1) / config.warmup
+    if config.schedule == "wsd":
+        decay = max(1, round(config.decay_frac * config.steps))
+        t = max(0, step + 1 - (config.steps - decay)) / decay
+        fall = 1 - t                                                # from 1 to 0
+    else:
+        t = (step - config.warmup) / max(1, config.steps - 1 - config.warmup)
+        fall = 0.5 * (1 + math.cos(math.pi * t))                    # from 1 to 0
+    return config.final_lr_frac + (1 - config.final_lr_frac) * fall
 
 def build(config, recipe, vocab_size):
-    """-> (the model, its optimizer)"""
-    model = GPT(config, recipe, vocab_size)     # all of it on the CPU, in each process
-    torch.manual_seed(config.seed)
-    model.init_weights()
-    if config.compile:
-        for block in model.blocks:
-            block.compile()
+    """-> (the model, its optimizer)
+
+    The meta device has shapes without memory. So no process ever holds the whole model:
+    it is sharded there, then each process allocates and fills its own shard."""
+    with torch.device("meta"):
+        model = GPT(config, recipe, vocab_size)
+    for block in model.blocks:
+        if config.compile:
+            block.forward = torch.compile(block.forward)
+        if config.remat:                # draws the same random bits again
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if WORLD > 1:
         mesh = dist.device_mesh.init_device_mesh(config.device, (WORLD,))
         for module in (*model.blocks, model):
             fully_shard(module, mesh=mesh)
-    model.to(config.device)             # after sharding: a GPU never holds all of it
+    model.to_empty(device=config.device)
+    model.init_weights(config.seed)
     matrices = [p for p in model.parameters() if p.dim() > 1]
     gains = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": matrices}, {"params": gains, "weight_decay": 0.0}]
-    return model, torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True,
-                                    weight_decay=config.weight_decay)
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True,
+                                  weight_decay=config.weight_decay)
+    for group in optimizer.param_groups:    # a group may have a rate of its own
+        group["peak"] = group["lr"]
+    return model, optimizer
 
-@contextmanager
-def signals_caught():
-    """Yields a list. Inside the `with`, Ctrl-C and SIGTERM only add to it."""
-    caught, before = [], {}
-    # Python allows signal handlers in the main thread alone
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            before[number] = signal.signal(number, lambda *got: caught.append(got))
-    try:
-        yield caught
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-def train(config):
-    """Train from the start or from a checkpoint to the last step. Returns the last
-    validation loss, or None if no step was left."""
-    recipe = make_recipe(config)
-    model, optimizer = build(config, recipe, vocabulary(config.data))
-    shards, val, data_version = load_data(config)
-    # The folder is locked as long as this file is open
-    lock = claim(config, data_version) if RANK == 0 else None
-    start, val_loss = 0, None
-    if config.resume:
-        state = state_of(model, optimizer)
-        load(config.resume, state)
-        start = state["step"]
-        require(goes_on(config) or start < config.steps,
-                f"{config.resume} is at step {start}: a branch needs more --steps, or "
-                "an earlier checkpoint")
+def log_start(run, old, model):
+    """Log and print what runs, and what is not as it was in the run `old`."""
+    config = Config(**run["settings"])
+    now, before = ({**settings_of(r), "data_version": r["data_version"]}
+                   for r in (run, old))
+    changed = {name: [before[name], now[name]] for name in before.keys() & now.keys()
+               if before[name] != now[name]}
     name = hardware(config.device)[0]
-    header = {"settings": vars(config), "data_version": data_version,
-              "with_version": with_version(config), "start": start,
-              "commit": git_commit(), "processes": WORLD, "torch": torch.__version__,
-              "hardware": name}
-    log(config, header, "a" if goes_on(config) else "w")
+    log(config, {"settings": run["settings"], "start": run["step"], "changed": changed,
+                 "data_version": run["data_version"], "commit": git_commit(),
+                 "processes": WORLD, "torch": torch.__version__, "hardware": name})
     parameters = sum(p.numel() for p in model.parameters())
     say(f"{config.model}, {parameters / 1e6:.2f}M parameters, recipe {config.recipe}, "
-        f"{config.dtype} on {WORLD} x {name}, steps {start} to {config.steps}, "
+        f"{config.dtype} on {WORLD} x {name}, steps {run['step']} to {config.steps}, "
         f"{config.out}")
-    if recipe.fmt and start < config.steps:
-        say("the first step compiles the quantizers, which takes up to a minute once")
+    for name, (was, value) in changed.items():
+        say(f"changed: {name} is {value}, and was {was}")
+    if make_recipe(config).fmt and run["step"] < config.steps:
+        say("first the quantizers are compiled, which takes up to a minute once")
+
+def train(config):
+    """Train to the last step. Returns the last validation loss."""
+    recipe, vocab_size = make_recipe(config), prepare.vocabulary(config.data)
+    run, old = {"step": 0, "tokens": 0, "seconds": 0.0}, None
+    if source := config.resume or config.init:
+        old = read_run(source)
+        if config.data == old["settings"]["data"]:      # it may be gone by now
+            vocab_size = old["vocab_size"]
+        require(vocab_size == old["vocab_size"], f"--data {config.data} has a "
+                f"vocabulary of {vocab_size}, and {source} one of {old['vocab_size']}")
+    model, optimizer = build(config, recipe, vocab_size)
+    shards, val, data_folder = load_data(config, vocab_size)
+    if config.init:
+        load_weights(config.init, model)
+    if config.resume:
+        load_checkpoint(config.resume, state_of(model, optimizer))
+        run |= {name: old[name] for name in run}
+    start = run["step"]
+    require(start <= config.steps,
+            f"{config.resume} is at step {start}, beyond --steps {config.steps}")
+    # The folder is locked as long as this file is open
+    lock = claim(config) if RANK == 0 else None
+    if WORLD > 1:
+        out = [config.out]
+        dist.broadcast_object_list(out)                 # rank 0 has chosen it
+        config.out = out[0]
+    # The data's folder is named after Python's version, or after a text's checksum
+    run |= {"settings": vars(config), "vocab_size": vocab_size,
+            "data_folder": str(data_folder),
+            "data_version": f"{data_folder.name}-{len(shards)}"}
+    log_start(run, old if config.resume else run, model)
 
     moes = [m for m in model.modules() if isinstance(m, MoE)]
     bar = tqdm(total=config.steps, initial=start, disable=RANK > 0)
-    last_logged, clock = start, time.perf_counter()
-    with bar, signals_caught() as signals:
-        for step in range(start, config.steps):
+    began, val_loss = time.perf_counter() - run["seconds"], None
+    with bar, signals_caught(config) as stop:
+        for step in range(start, config.steps + 1):
+            # `step` steps are done. Is it time to log, to validate, to save, to stop?
+            last, trained = step == config.steps, step > start
+            stops = in_any_process(stop.is_set())
+            validates = (last or is_due(step, config.eval_interval)) and not stops
+            saves = trained and (last or stops or is_due(step, config.save_interval))
+            logs = trained and (validates or saves or is_due(step, config.log_interval))
+            if logs:
+                # Only now wait for the device. The loss is averaged over the processes,
+                # the other numbers are the same in all of them
+                loss, norm = all_sum(loss).item() / WORLD, norm.item()
+                run["seconds"] = time.perf_counter() - began
+                record = {"step": step, "tokens": run["tokens"],
+                          "seconds": round(run["seconds"], 1), "train_loss": loss,
+                          "lr": optimizer.param_groups[0]["lr"], "grad_norm": norm}
+                if step > timed_from:
+                    tokens = (step - timed_from) * config.batch_size * config.seq_len
+                    speed = tokens / (time.perf_counter() - clock)
+                    record["tokens_per_s"] = round(speed)
+                    bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s")
+                if moes:
+                    record["max_load"] = max(imbalance).item()
+                # It is enough to look at steps that are logged: a loss that is not
+                # finite spoils all later ones, and nothing is saved before this check
+                check_finite(record, loss + norm)
+                log(config, record)
+            if validates:
+                found = validate(model, val, config, stop)
+                if found is None:
+                    stops = True
+                else:
+                    val_loss = found["val_loss"]
+                    check_finite({"step": step} | found, val_loss)
+                    log(config, {"step": step} | found)
+                    train_loss = f"train_loss {loss:.4f}, " if trained else ""
+                    say(f"step {step}: {train_loss}val_loss {val_loss:.4f}")
+            if saves or (stops and trained):
+                save(config, run, model, optimizer)
+            if stops:
+                raise KeyboardInterrupt(f"stopped; {what_is_saved(config)}")
+            if last:
+                break
+            if logs:        # validating and saving do not count in the next tokens/s
+                timed_from, clock = step, time.perf_counter()
+
             # The random bits of this step and process: a resumed run draws the same
             seeds = np.random.SeedSequence((config.seed, step, RANK))
             torch.manual_seed(int(seeds.generate_state(1, np.uint64)[0]))
-            lr = learning_rate(step, config)
+            factor = lr_factor(step, config)
             for group in optimizer.param_groups:
-                group["lr"] = lr
+                group["lr"] = group["peak"] * factor
             loss = 0.0
-            for part in range(config.grad_accum):
-                inputs, targets = get_batch(shards, config, step, part)
-                part_loss = model(inputs, targets) / config.grad_accum
-                part_loss.backward()        # FSDP averages over processes here
-                loss += part_loss.detach()
+            for micro_step in range(config.grad_accum):
+                inputs, targets = get_batch(shards, config, step, micro_step)
+                micro_loss = model(inputs, targets) / config.grad_accum
+                micro_loss.backward()       # FSDP averages over processes here
+                loss += micro_loss.detach()
             # Clips (not at --clip 0), and returns the norm before that
             norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip or math.inf)
             norm = norm.full_tensor() if WORLD > 1 else norm        # FSDP's is sharded
             optimizer.step()
             optimizer.zero_grad()
             imbalance = [moe.balance() for moe in moes]
+            run["step"] += 1
+            run["tokens"] += config.batch_size * config.seq_len
             bar.update()
+            if step == start:               # it has compiled: time from here on
+                loss.item()                 # waits for the device
+                timed_from, clock = step + 1, time.perf_counter()
 
-            done = step + 1
-            last = done == config.steps
-            # Did any process get a signal? (A tensor on the CPU: no wait for the GPU)
-            stops = all_sum(torch.tensor(len(signals))).item() > 0
-            saves = last or stops or done % config.save_interval == 0
-            validates = last or done % config.eval_interval == 0
-            if not (saves or validates or done % config.log_interval == 0):
-                continue
-            # Only now wait for the device. The loss is averaged over the processes, the
-            # other numbers are the same in all of them
-            loss, norm = all_sum(loss).item() / WORLD, norm.item()
-            seconds = time.perf_counter() - clock
-            speed = (done - last_logged) * config.batch_size * config.seq_len / seconds
-            bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s")
-            record = {"step": done, "train_loss": loss, "lr": lr, "grad_norm": norm,
-                      "tokens_per_s": round(speed)}
-            if moes:
-                record["max_load"] = max(imbalance).item()
-            if validates:
-                record |= validate(model, val, config)
-                val_loss = record["val_loss"]
-                say(f"step {done}: train_loss {loss:.4f}, val_loss {val_loss:.4f}")
-            # It is enough to look at steps that are logged: a loss that is not finite
-            # spoils all later ones, and nothing is saved before this check
-            if not math.isfinite(loss + norm + record.get("val_loss", 0)):
-                raise FloatingPointError(
-                    f"not finite: {record}; --resume would repeat this, so start "
-                    "another run, for example with a lower --lr")
-            log(config, record)
-            if saves:
-                save(config, done, model, optimizer)
-            if stops and not last:
-                raise KeyboardInterrupt(f"stopped after step {done} and saved; "
-                                        f"--resume {config.out} goes on")
-            # Validating and saving do not count in the next tokens/s
-            last_logged, clock = done, time.perf_counter()
-
-    say(f"to generate text: --resume {config.out} --prompt TEXT; to compare runs: "
-        "python bench.py runs")
+    say(f'to generate text:  python train.py --resume {config.out} --prompt "def "\n'
+        "to compare runs:   python bench.py runs")
     return val_loss
 
+def is_due(step, interval):
+    return interval > 0 and step % interval == 0
+
+def check_finite(record, value):
+    if not math.isfinite(value):
+        raise FloatingPointError(
+            f"not finite: {record}; --resume would repeat this, so start another run, "
+            "for example with a lower --lr")
+
+# --- A trained model -----------------------------------------------------------------
+
+def load(path, device="cpu"):
+    """The model of a run, of a checkpoint or of an exported file, for a notebook. Its
+    settings are in model.config."""
+    path = find_checkpoint(path)
+    run = read_run(path)
+    config = Config(**settings_of(run) | {"device": device, "compile": False})
+    import_with(config.with_)
+    model, _ = build(config, make_recipe(config), run["vocab_size"])
+    load_weights(path, model)
+    model.config = config
+    return model.eval()
+
+def export(path, file):
+    """Write the weights and settings of a run or checkpoint to one file, for load()."""
+    path = find_checkpoint(path)
+    weights = load(path).state_dict()
+    with prepare.whole(Path(file)) as temporary:
+        torch.save(read_run(path) | {"model": weights}, temporary)
+
 @torch.no_grad()
-def sample(config):
-    """--prompt: continue the text by --sample tokens, and print both."""
-    vocab_size = vocabulary(config.data)
-    config.compile = False              # would take longer than the text
-    model, _ = build(config, make_recipe(config), vocab_size)
-    load(config.resume, {"model": model.state_dict()})
+def generate(model, tokens, config):
+    """Continue tokens (1, T) by --max-new-tokens."""
     model.eval()
     torch.manual_seed(config.seed)                      # all processes draw the same
-    tokens = encode(config.prompt or "\n", vocab_size)
-    tokens = torch.tensor([tokens], device=config.device)               # (1, T)
-    for _ in range(config.sample):
+    for _ in range(config.max_new_tokens):
         logits = model(tokens[:, -config.seq_len:])[:, -1].float()      # (1, V)
         p = torch.softmax(logits / 0.8, -1)             # at temperature 0.8
         tokens = torch.cat((tokens, torch.multinomial(p, 1)), 1)
-    say(decode(tokens[0].tolist(), vocab_size))
+    return tokens
+
+def answer_prompt(config):
+    """--prompt: continue a text, and print both. Needs no data."""
+    vocab_size = read_run(config.resume)["vocab_size"]
+    tokens = prepare.encode(config.prompt or "\n", config.data)
+    require(max(tokens) < vocab_size, f"the vocabulary of {config.resume} is not here: "
+            f"--data {config.data} has another")
+    config.compile = False              # would take longer than the text
+    model, _ = build(config, make_recipe(config), vocab_size)
+    load_weights(config.resume, model)
+    tokens = generate(model, torch.tensor([tokens], device=config.device), config)
+    say(prepare.decode(tokens[0].tolist(), config.data))
+
+def count_parameters(config, model):
+    """-> (all of them, those that a token uses: the others are in experts)"""
+    total = sum(p.numel() for p in model.parameters())
+    unused = config.experts - config.top_k
+    return total, total - config.layers * unused * 3 * config.dim * config.hidden
+
+def activation_bytes(config, vocab_size):
+    """What autograd saves for the backward pass, for each token of a micro-batch."""
+    dim, hidden, k = config.dim, config.hidden, config.top_k
+    size = 4 if config.dtype == "float32" else 2                    # bytes a number
+    # Input and output of both norms are in float32. In --dtype: inputs of the linear
+    # layers, q, k, v before and after RoPE, attention's output, and of the MLP and of
+    # each expert four times `hidden`
+    block = 4 * 4 * dim + size * (9 * dim + 2 * k * dim + 4 * (k + 1) * hidden)
+    blocks = config.layers * block
+    if config.remat:            # each block's input, and all of the block at work
+        blocks = config.layers * 4 * dim + block
+    return blocks + 12 * dim + 8 * vocab_size       # the head: logits, their gradient
+
+def dry_run(config):
+    """--dry-run: print what a run needs. The model is on the meta device, so this takes
+    neither data nor memory."""
+    vocab_size, processes = prepare.vocabulary(config.data), config.dry_run
+    with torch.device("meta"):
+        model = GPT(config, ufp4.RECIPES["bf16"], vocab_size)
+    total, active = count_parameters(config, model)
+    # FSDP2 cuts each parameter along its first dimension. To compute a block, it
+    # gathers the block's weights, and those of the next meanwhile; and the gradients
+    parameters = [*model.parameters()]
+    shard = sum(math.ceil(len(p) / processes) * p[0].numel() for p in parameters)
+    block = sum(p.numel() for p in model.blocks[0].parameters())
+    tokens = config.batch_size * config.seq_len
+    micro = tokens // (processes * config.grad_accum)
+    memory = {"weights": 4 * shard, "gradients": 4 * shard, "moments": 8 * shard,
+              "gathered by FSDP2": 3 * 4 * block if processes > 1 else 0,
+              "activations": micro * activation_bytes(config, vocab_size)}
+    print(f"{config.model}: {total / 1e6:,.2f}M parameters, of which a token uses "
+          f"{active / 1e6:,.2f}M (vocabulary: {vocab_size:,})")
+    print(f"memory of each process, of {processes}, in GB:")
+    for what, size in (*memory.items(), ("in all", sum(memory.values()))):
+        print(f"    {what:18} {size / 1e9:9.3f}")
+    print(f"activations are what autograd saves of a micro-batch of {micro:,} tokens; "
+          "--grad-accum\nand --remat lower them")
+    print(f"tokens: {config.steps:,} steps of {tokens:,}, {config.steps * tokens:,} in "
+          "all")
 
 # --- The command ---------------------------------------------------------------------
-
-def parse_args(argv=()):
-    """The flags as a Config. ValueError or SystemExit if they are wrong."""
-    p = argparse.ArgumentParser(prog="train.py", argument_default=argparse.SUPPRESS,
-                                allow_abbrev=False, usage="train.py [FLAGS]")
-    source = inspect.getsource(Config)
-    comments = dict(re.findall(r"^    (\w+): .*# (.*)", source, re.M))
-    for f in fields(Config):
-        how = ({"action": argparse.BooleanOptionalAction} if f.type is bool
-               else {"type": f.type, "metavar": f.name.strip("_").upper()})
-        if f.name == "resume":
-            how |= {"nargs": "?", "const": ""}
-        elif f.default is not None:
-            comments[f.name] += f" (default: {f.default})"
-        p.add_argument(flag(f.name), dest=f.name, help=comments[f.name], **how)
-    given = vars(p.parse_args(argv))
-    if "resume" in given or "prompt" in given:
-        given = resumed(given)
-    if given.get("with_"):
-        given["with_"] = str(Path(given["with_"]).resolve())
-        import_file(given["with_"])
-    return Config(**given)
-
-def import_file(path):
-    """Run a user's file, which adds to ufp4.RECIPES. It can import files beside it."""
-    sys.path.insert(0, str(Path(path).parent))
-    name = f"with_{Path(path).stem}"        # a name that no other module has
-    spec = importlib.util.spec_from_file_location(name, path)
-    require(spec, f"--with {path}: not a Python file")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
 
 def main(argv=()):
     """The command. In a notebook: train.main(["--recipe", "ufp4"])."""
@@ -754,18 +1135,18 @@ def main(argv=()):
         sys.stdout.reconfigure(errors="replace")
     try:
         config = parse_args(argv)
+        if config.dry_run:
+            return dry_run(config)
+        if config.export:
+            return export(config.resume, config.export)
         if WORLD > 1:
             dist.init_process_group()       # gloo for CPU tensors, NCCL for a GPU's
-        train(config) if config.prompt is None else sample(config)
+        train(config) if config.prompt is None else answer_prompt(config)
         if WORLD > 1:
             dist.destroy_process_group()
     except FloatingPointError as e:
         print(f"train.py: {e}", file=sys.stderr)
         sys.exit(3)                         # bench.py recognizes this code
-    except dcp.CheckpointException as e:
-        error, _ = next(iter(e.failures.values()))
-        sys.exit(f"train.py: can't save a checkpoint: {error!r}; --resume {config.out} "
-                 "goes on from the one before")
     except (ValueError, OSError, ImportError, KeyboardInterrupt) as e:
         sys.exit(f"train.py: {str(e) or 'interrupted'}")
 

@@ -5,7 +5,10 @@ train.py calls prepare(), which makes what is not there yet. By hand:
     python data/prepare.py python               # this Python's standard library, 11 MB
     python data/prepare.py shakespeare          # 1.1 MB, downloaded
     python data/prepare.py fineweb --shards 10  # FineWeb, 100M GPT-2 tokens a shard
-    python data/prepare.py my.txt               # any text of yours
+    python data/prepare.py my.txt               # any text file
+
+A folder of token files is data as well, for example one that nanoGPT has prepared: all
+*train*.bin in it are trained on, the first *val*.bin is for validation.
 
 A token file (.bin) has the layout of the public FineWeb shards: a header of 256 int32
 (magic 20240520, version 1, number of tokens), then the tokens as uint16. The tokens of
@@ -13,11 +16,13 @@ a text are its bytes, a vocabulary of 256. FineWeb has GPT-2's vocabulary.
 """
 import argparse
 import os
+import pickle
 import platform
 import sys
 import sysconfig
 import urllib.request
 import zlib
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -26,63 +31,137 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent
 MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 256 * 4
+CHUNK = 1 << 24                     # so many tokens are converted at a time
 SHAKESPEARE = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/"
                "tinyshakespeare/input.txt")
 FINEWEB = "https://huggingface.co/datasets/kjj0/fineweb10B-gpt2/resolve/main"
 
 # ---- Tokens ----
 
-def vocabulary(name):
-    """The vocabulary size of a data set: GPT-2's for FineWeb, bytes for all others."""
-    return 50257 if name == "fineweb" else 256
+class PlainUnpickler(pickle.Unpickler):
+    """Reads dicts, texts and numbers. Other pickles could run any code."""
+    def find_class(self, module, name):
+        raise ValueError(f"meta.pkl holds {module}.{name}, where only dicts, texts and "
+                         "numbers are read")
 
-def encode(text, vocab_size):
+def read_meta(data):
+    """nanoGPT's meta.pkl of a folder: {"vocab_size": ..., "stoi": {character: token},
+    "itos": {token: character}}, or {} if there is none."""
+    path = Path(data) / "meta.pkl"
+    if not path.is_file():
+        return {}
+    with open(path, "rb") as file:
+        return PlainUnpickler(file).load()
+
+def vocabulary(data):
+    """The vocabulary size of a data set: bytes for a text, GPT-2's for FineWeb, and for
+    a folder what meta.pkl or the token files say."""
+    if data == "fineweb":
+        return 50257
+    if not Path(data).is_dir():
+        return 256
+    paths, _ = token_files(data)
+    return read_meta(data).get("vocab_size") or header_of(paths[0])[4] or 50257
+
+def encode(text, data):
     """The tokens of a text, a list."""
-    if vocab_size == 256:
+    if vocabulary(data) == 256:
         return list(text.encode())
+    if stoi := read_meta(data).get("stoi"):
+        unknown = set(text) - set(stoi)
+        if unknown:
+            raise ValueError(f"the vocabulary of {data} lacks {sorted(unknown)}")
+        return [stoi[character] for character in text]
     return tiktoken.get_encoding("gpt2").encode_ordinary(text)
 
-def decode(tokens, vocab_size):
+def decode(tokens, data):
     """The text of tokens."""
-    if vocab_size == 256:
+    if vocabulary(data) == 256:
         return bytes(tokens).decode(errors="replace")
+    if itos := read_meta(data).get("itos"):
+        return "".join(itos[token] for token in tokens)
     return tiktoken.get_encoding("gpt2").decode(tokens)
 
 # ---- Files ----
-# Files are written under another name, and renamed when they are complete.
 
-def write_tokens(path, tokens):
-    """Write a token file. tokens: ints under 65536."""
-    header = np.zeros(256, dtype=np.int32)
-    header[:3] = MAGIC, VERSION, len(tokens)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    tokens = np.asarray(tokens, dtype=np.uint16)
-    temporary.write_bytes(header.tobytes() + tokens.tobytes())
-    os.replace(temporary, path)
-
-def read_tokens(path):
-    """The tokens of a file, memory-mapped: uint16 (n,). ValueError if it is damaged."""
-    header = np.fromfile(path, dtype=np.int32, count=256).tolist()
-    if (len(header) < 256 or header[:2] != [MAGIC, VERSION]
-            or os.path.getsize(path) != HEADER_BYTES + 2 * header[2]):
-        raise ValueError(f"{path} is damaged: delete it, and train.py makes it again")
-    return np.memmap(path, np.uint16, "r", offset=HEADER_BYTES, shape=header[2])
-
-def download(url, path):
-    """Fetch url to path. OSError if that fails."""
+@contextmanager
+def whole(path):
+    """Yields another name to write to. It is renamed to `path` once all is written, so
+    what is at `path` is whole. If that fails, nothing is left behind."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        with tqdm(desc=path.name, unit="B", unit_scale=True) as bar:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+def make_header(count, vocab_size=0):
+    """256 int32. A count above 2^31 needs two of them, so it is written as an int64.
+    (In the shards of FineWeb the upper half is 0, and so is the vocabulary size.)"""
+    header = np.zeros(256, dtype=np.int32)
+    header[:2] = MAGIC, VERSION
+    header[2:4].view(np.int64)[0] = count
+    header[4] = vocab_size
+    return header
+
+def header_of(path):
+    """The header of a token file, or zeros if it has none."""
+    header = np.fromfile(path, dtype=np.int32, count=256)
+    good = len(header) == 256 and header[:2].tolist() == [MAGIC, VERSION]
+    return header if good else np.zeros(256, dtype=np.int32)
+
+def write_tokens(path, tokens, vocab_size=0):
+    """Write a token file. tokens: a list or an array of ints under 65536."""
+    tokens = np.asarray(tokens)
+    with whole(path) as temporary, open(temporary, "wb") as file:
+        file.write(make_header(len(tokens), vocab_size).tobytes())
+        for first in range(0, len(tokens), CHUNK):
+            file.write(tokens[first:first + CHUNK].astype(np.uint16).tobytes())
+
+def read_tokens(path):
+    """The tokens of a file, memory-mapped: uint16 (n,). ValueError if it is damaged."""
+    size, header = os.path.getsize(path), header_of(path)
+    if not header.any() and size and read_meta(Path(path).parent):
+        return np.memmap(path, np.uint16, "r")      # nanoGPT's files have no header
+    count = int(header[2:4].view(np.int64)[0])
+    if not header.any() or size != HEADER_BYTES + 2 * count:
+        raise ValueError(f"{path} is damaged: delete it, and train.py makes it again "
+                         "(a token file without a header, as nanoGPT's, needs the "
+                         "meta.pkl beside it)")
+    return np.memmap(path, np.uint16, "r", offset=HEADER_BYTES, shape=count)
+
+def has_tokens(folder):
+    return all([*Path(folder).glob(f"*{part}*.bin")] for part in ("train", "val"))
+
+def token_files(folder):
+    """-> (paths of the files to train on, path of the validation file)"""
+    if not has_tokens(folder):
+        raise ValueError(f"the folder {folder} has no token files *train*.bin and "
+                         "*val*.bin")
+    return (sorted(Path(folder).glob("*train*.bin")),
+            min(Path(folder).glob("*val*.bin")))
+
+def download(url, path):
+    """Fetch url to path. OSError if that fails."""
+    try:
+        with (whole(path) as temporary,
+              tqdm(desc=path.name, unit="B", unit_scale=True) as bar):
             urllib.request.urlretrieve(url, temporary,
                                        lambda n, size, _: bar.update(size))
-        os.replace(temporary, path)
     except OSError as e:
         raise OSError(f"could not download {url}: {e}. Without a network use --data "
                       f"python or a text file of yours, or put the file at {path}")
-    finally:
-        temporary.unlink(missing_ok=True)
+
+def read_text(path):
+    """The bytes of a text file, memory-mapped. ValueError if it is no text."""
+    if not path.stat().st_size:
+        raise ValueError(f"{path} is empty")
+    text = np.memmap(path, np.uint8, "r")
+    if not text[:CHUNK].all():
+        raise ValueError(f"{path} is no text: it has bytes of 0. If it holds tokens, "
+                         "give its folder")
+    return text
 
 # ---- Data sets ----
 
@@ -100,54 +179,57 @@ def standard_library():
             split.append(path.read_bytes())
     return b"".join(train), b"".join(val)
 
-def prepare(name="python", root=ROOT, shards=1, url=FINEWEB):
+def prepare(data="python", root=None, shards=1, url=FINEWEB):
     """Make the token files of a data set, if they are missing. Returns the paths of the
     files to train on, a list, and the path of the validation file.
 
-    name: "python", "shakespeare", "fineweb" or a text file. shards: how many shards of
-    FineWeb to download, at least. train.py takes all that are there. ValueError for any
-    other name, OSError for a failed download."""
-    if name == "fineweb":
-        folder = root / name
+    data: "python", "shakespeare", "fineweb", a text file or a folder of token files.
+    shards: how many shards of FineWeb to download, at least. train.py uses all that are
+    there. ValueError for any other name, OSError for a failed download."""
+    root = root or ROOT
+    if data == "fineweb":
+        folder = root / data
         for part in ["val_000000", *(f"train_{i:06d}" for i in range(1, shards + 1))]:
             path = folder / f"fineweb_{part}.bin"
             if not path.exists():
                 download(f"{url}/{path.name}", path)
-        return sorted(folder.glob("*_train_*.bin")), folder / "fineweb_val_000000.bin"
-    source = None                               # the text file, if there is one
-    if name == "python":
+        return token_files(folder)
+    if data == "python":
         folder = root / f"python-{platform.python_version()}"
-    elif name == "shakespeare":
-        folder = root / name
-        source = folder / "input.txt"
-    elif Path(name).is_file():
-        source = Path(name)
-        crc = zlib.crc32(source.read_bytes())   # an edited file is a new data set
-        folder = root / f"{source.stem}-{crc:08x}"
+    elif data == "shakespeare":
+        folder = root / data
+    elif Path(data).is_dir():
+        return token_files(data)
+    elif Path(data).is_file():
+        source = read_text(Path(data))
+        crc = zlib.crc32(source)                # an edited file is a new data set
+        folder = root / f"{Path(data).stem}-{crc:08x}"
     else:
-        raise ValueError(f"no data set or file is called {name!r}: take python, "
-                         "shakespeare, fineweb, or a text file")
+        raise ValueError(f"no data set or file is called {data!r}: use python, "
+                         "shakespeare, fineweb, a text file or a folder of token files")
     train, val = folder / "train.bin", folder / "val.bin"
     if not (train.exists() and val.exists()):
-        if name == "shakespeare" and not source.exists():
-            download(SHAKESPEARE, source)
-        if source is None:
-            parts = standard_library()
+        if data == "shakespeare":
+            source = folder / "input.txt"
+            if not source.exists():
+                download(SHAKESPEARE, source)
+            source = read_text(source)
+        if data == "python":
+            parts = [np.frombuffer(part, np.uint8) for part in standard_library()]
         else:
-            data = source.read_bytes()
-            cut = len(data) * 9 // 10           # the last tenth is for validation
-            parts = data[:cut], data[cut:]
+            cut = len(source) * 9 // 10         # the last tenth is for validation
+            parts = source[:cut], source[cut:]
         for path, part in zip((train, val), parts):
-            write_tokens(path, np.frombuffer(part, dtype=np.uint8))     # token = byte
+            write_tokens(path, part, 256)                           # token = byte
     return [train], val
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Prepare a data set for train.py.")
-    parser.add_argument("name", help="python, shakespeare, fineweb, or a text file")
+    parser.add_argument("data", help="python, shakespeare, fineweb, or a text file")
     parser.add_argument("--shards", type=int, default=1, help="how many FineWeb shards")
     args = parser.parse_args()
     try:
-        train, val = prepare(args.name, shards=args.shards)
+        train, val = prepare(args.data, shards=args.shards)
         for path in *train, val:
             print(f"{path}: {len(read_tokens(path)):,} tokens")
     except (ValueError, OSError) as error:
