@@ -907,7 +907,8 @@ def bench_sqnr(args):
                               "Y of fc2", "dX of fc2", "dW of fc2"))
     rows.append(["X, fprop of fc2, the paper", "21.90", "19.94 (0.56)", "20.00",
                  "23.19 (0.97)"])
-    folder = finish(args, "sqnr", {"sqnr": rows}, {"run": str(args.dir), "medians": found})
+    folder = finish(args, "sqnr", {"sqnr": rows},
+                    {"run": str(args.dir), "medians": found})
     figure(folder / "sqnr.png", (10, 6), draw_sqnr, found)
 
 def kind(layer):

@@ -46,6 +46,7 @@ from ufp4 import (E1M2, E2M1, FORMATS, GEMMS, RECIPES, SCALES, Format, Quantizer
                   rotate, uniform)
 
 kernels = ufp4.kernels
+os.environ.pop("TRITON_INTERPRET", None)        # for processes that tests start
 TRITON = tuple(map(int, kernels.triton.__version__.split(".")[:2])) if kernels else ()
 works = kernels and (not kernels.INTERPRET or TRITON >= (3, 9))
 needs_kernels = pytest.mark.skipif(
@@ -591,13 +592,66 @@ def test_core_random_bits_that_compiled_code_would_draw_anew_are_an_error():
 
 @compiling()
 def test_core_compiled_code_draws_the_same_random_bits():
-    layer, found = ufp4.Linear(48, 64), []
-    for f in layer, torch.compile(layer, fullgraph=True, backend="aot_eager"):
-        x = randn(32, 48).requires_grad_()
+    """Also for two products whose gradients are equal: each draws its own."""
+    w, found = randn(64, 48), []
+    def f(a, b):
+        return ufp4.linear(a, w, "ufp4") + ufp4.linear(b, w, "ufp4")
+
+    for g in f, torch.compile(f, fullgraph=True, backend="aot_eager"):
+        a, b = randn(32, 48).requires_grad_(), randn(32, 48, seed=1).requires_grad_()
         torch.manual_seed(3)
-        y = f(x)
-        found.append((y, *torch.autograd.grad(y, (x, layer.weight), randn(32, 64))))
+        found.append(torch.autograd.grad(g(a, b), (a, b), randn(32, 64)))
     assert all(torch.equal(a, b) for a, b in zip(*found))
+    assert not torch.equal(*found[0])
+
+class Doubled(Quantizer):
+    """Does something even without a format, and keeps what it has seen."""
+    def __call__(self, x, rand=None):
+        self.largest = x.abs().amax()
+        return 2.0 * super().__call__(x, rand)
+
+class Truncated(Format):
+    def round(self, a, rand=None):
+        return a.floor().clamp(max=self.max)
+
+@compiling()
+@pytest.mark.parametrize("recipe", [
+    ufp4_with(gemms=("dgrad",), sr=()), ufp4_with(scale=lambda a, g: 2 * a / g, sr=()),
+    ufp4_with(fmt=Truncated("t", (0, 1, 2, 3)), sr=()),
+    bench.Experiment("", kind=Doubled, given={"fmt": None})])
+def test_core_ones_own_rule_format_or_quantizer_is_what_compiled_code_runs(recipe):
+    """In one graph. And a quantizer may keep what it likes."""
+    x, w = randn(32, 48), randn(64, 48, seed=1)
+    y = ufp4.linear(x, w, recipe)
+    f = torch.compile(functools.partial(ufp4.linear, recipe=recipe), fullgraph=True,
+                      backend="aot_eager")
+    assert torch.equal(f(x, w), y) and not torch.equal(y, ufp4.linear(x, w, "ufp4"))
+    q = Doubled(E1M2, signs=random_signs(0))
+    ufp4.run(q, 16, torch.float32, v := randn(128, 256))
+    assert q.largest == v.abs().amax() and q.signs == random_signs(0)
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_core_the_default_dtype_changes_nothing(dtype):
+    x, recipe = randn(32, 48), ufp4_with(sr=("x",))
+    torch.manual_seed(1)
+    y = ufp4.linear(x, x, recipe)
+    try:
+        torch.set_default_dtype(dtype)
+        torch.manual_seed(1)
+        assert torch.equal(ufp4.linear(x, x, recipe), y)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+def test_core_float16_is_not_rounded_before_it_is_quantized():
+    """Nor are products of what it can't hold: 16 numbers of 6e4, rotated."""
+    x, dy = torch.eye(64).half().requires_grad_(), randn(64, 64).half()
+    y = ufp4.linear(x, torch.eye(64).half(), Recipe("nearest"))
+    (dx,) = torch.autograd.grad(y, x, dy)
+    assert torch.equal(dx, fake_quantize(dy).bfloat16().half())
+    big = torch.full((4, 16), 6e4)
+    with torch.autocast("cpu", torch.float16):
+        y = ufp4.linear(big, torch.full((4, 16), 1e-3), "ufp4")
+    assert y.dtype == torch.float16 and close(y, torch.full((4, 4), 960.0), 16, 6)
 
 def test_core_export_is_an_error():
     """Its graph would have the derivative of rounding, which is 0."""
@@ -980,6 +1034,18 @@ def test_kernels_do_not_know_a_rule_that_was_changed_in_place(monkeypatch):
                              torch.device(DEVICE), ufp4.reference_of)
     assert "differ from ufp4.py" in reason
 
+def test_core_a_folder_with_our_files_is_a_package(tmp_path):
+    """Such as a clone called ufp4 beside a user's script. Both names may be imported."""
+    (tmp_path / "ufp4").mkdir()
+    for name in "ufp4.py", "kernels.py":
+        shutil.copy(HERE / name, tmp_path / "ufp4")
+    code = ("from ufp4 import ufp4; import torch, sys\n"
+            "ufp4.linear(torch.randn(4, 16), torch.randn(8, 16), 'ufp4')\n"
+            f"sys.path.insert(0, {str(HERE)!r}); del sys.modules['ufp4']\n"
+            "import ufp4 as other, importlib\n"
+            "assert other.__file__ != ufp4.__file__ and importlib.reload(other)\n")
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
+
 def test_kernels_hand_on_who_looks_for_another_package_of_that_name(tmp_path):
     """Hugging Face has a package called kernels. Whoever imports that gets it, also
     where kernels.py comes first; and ufp4.py finds ours. Without it or Triton, an
@@ -995,6 +1061,7 @@ def test_kernels_hand_on_who_looks_for_another_package_of_that_name(tmp_path):
             "del sys.modules['kernels'], sys.modules['kernels._inner'], sys.path[1]\n"
             "sys.modules['triton'] = None\n"       # it can't be imported
             "import kernels\n"
+            "del sys.modules['ufp4_kernels']\n"
             "assert ufp4.load_kernels()[0] is None\n")
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
 
