@@ -40,6 +40,7 @@ import socket
 import subprocess
 import threading
 import time
+import traceback
 import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -303,7 +304,8 @@ class Config:
     out: str = setting(None, "the run's folder (default: out/MODEL-RECIPE-sSEED)")
     overwrite: bool = setting(False, "delete the run that is in --out")
     resume: str = setting(None, "go on with this run, a folder or a checkpoint")
-    init: str = setting(None, "start with the weights of this run, checkpoint or file")
+    init: str = setting(None, "start with the weights of this run, checkpoint or "
+                              "exported file; all else is new")
     prompt: str = setting(None, "only generate text after this, by the run of --resume")
     max_new_tokens: int = setting(200, "how many tokens --prompt generates")
     export: str = setting(None, "only write weights and settings of --resume to a file")
@@ -318,7 +320,8 @@ class Config:
     keep_bf16: int = setting(0, "blocks not quantized: the last N; -N: the first N")
     # The optimizer. The schedule multiplies the learning rate of each parameter group
     schedule: str = setting("cosine", "cosine, or wsd: warm-up, constant, linear decay")
-    warmup: int = setting(None, "steps (default: a tenth of the preset's, or fewer)")
+    warmup: int = setting(None, "steps (default: a tenth of the preset's, at most "
+                                "a fifth of --steps)")
     decay_frac: float = setting(0.2, "part of the steps in which wsd decays")
     final_lr_frac: float = setting(0.1, "last learning rate, as a fraction of the peak")
     weight_decay: float = setting(0.1, "of matrices, by AdamW")
@@ -340,7 +343,8 @@ class Config:
     top_k: int = setting(None, "experts per token")
     seq_len: int = setting(None, "tokens in a sequence")
     batch_size: int = setting(None, "sequences in a step, in all")
-    grad_accum: int = setting(None, "micro-batches of a step; 0: one for each sequence")
+    grad_accum: int = setting(None, "micro-batches of a step; 0: as many as let each "
+                                    "process compute one sequence at a time")
     steps: int = setting(None, "steps in all")
     lr: float = setting(None, "peak learning rate")
     # The recipe gives these, unless a flag does
@@ -372,9 +376,9 @@ class Config:
             value = getattr(self, name)
             require(value >= 0, f"{flag(name)} must be at least 0, not {value}")
         processes = self.dry_run or WORLD
-        if self.grad_accum == 0:        # each process computes a sequence at a time
-            self.grad_accum = max(1, self.batch_size // processes)
-        require(self.out != "", "--out '' is no folder")
+        require(self.out != "", "--out '' is not a folder")
+        require(self.out or not self.overwrite, "--overwrite needs --out, the run that "
+                "it deletes")
         require(self.warmup <= self.steps, f"--warmup {self.warmup} must be at most "
                 f"--steps {self.steps}")
         require(0 < self.decay_frac <= 1, "--decay-frac must be above 0 and at most 1, "
@@ -386,15 +390,20 @@ class Config:
         require(1 <= self.top_k <= self.experts or self.top_k == self.experts == 0,
                 f"--top-k {self.top_k} must be from 1 to --experts {self.experts}, or "
                 "both 0")
-        require(self.batch_size % (processes * self.grad_accum) == 0,
+        require(self.batch_size % (processes * self.micro_steps) == 0,
                 f"--batch-size {self.batch_size} must be a multiple of {processes} "
-                f"processes x --grad-accum {self.grad_accum}")
-        require(self.eval_windows % WORLD == 0, f"--eval-windows {self.eval_windows} "
-                f"must be a multiple of {WORLD} processes")
+                f"processes x --grad-accum {self.micro_steps}")
+        require(self.eval_windows % processes == 0, f"--eval-windows "
+                f"{self.eval_windows} must be a multiple of {processes} processes")
         require(self.schedule in ("cosine", "wsd"),
                 f"--schedule must be cosine or wsd, not {self.schedule}")
         require(self.dtype in (None, "float32", "bfloat16"),
                 f"--dtype must be float32 or bfloat16, not {self.dtype}")
+
+    @property
+    def micro_steps(self):
+        """How many micro-batches make a step."""
+        return self.grad_accum or max(1, self.batch_size // (self.dry_run or WORLD))
 
 # Flags that say what to do now. A run that is resumed does not inherit them
 COMMANDS = ("out", "overwrite", "resume", "init", "prompt", "export", "dry_run")
@@ -418,14 +427,21 @@ def parse_args(argv=()):
         text = f.metadata["help"]
         if f.default is not None:
             text += f" (default: {f.default})"
+        elif f.name in NANO:
+            text += " (default: as --model has it)"
+        elif f.name in RECIPE_FIELDS:
+            text += " (default: as --recipe has it)"
         p.add_argument(flag(f.name), dest=f.name, help=text, **how)
     given = vars(p.parse_args(argv))
-    if "data" in given and Path(given["data"]).exists():    # found from any folder
+    # A path is found from any folder, where the run may be resumed
+    if given.get("data") not in (None, *prepare.NAMES) and Path(given["data"]).exists():
         given["data"] = str(Path(given["data"]).resolve())
     if given.get("with_"):
         given["with_"] = str(Path(given["with_"]).resolve())
     config = Config(**inherit(given))
     import_with(config.with_)
+    if config.export:
+        config.device = "cpu"
     if not config.dry_run:
         choose_device(config)
     return config
@@ -458,10 +474,13 @@ def settings_of(run):
     names = {f.name for f in fields(Config)} - set(COMMANDS)
     return {name: value for name, value in run["settings"].items() if name in names}
 
+USER_FILES = set()              # their errors are shown with a traceback
+
 def import_with(path):
     """Import the file of --with, if there is one. It adds to ufp4.RECIPES, and can
     import files beside it."""
     if path:
+        USER_FILES.add(path)
         sys.path.insert(0, str(Path(path).parent))
         import_file(path, f"with_{Path(path).stem}")
 
@@ -544,13 +563,13 @@ def windows(tokens, starts, config):
     return rows[:, :-1], rows[:, 1:]
 
 def get_batch(shards, config, step, micro_step=0):
-    """A step has batch_size random windows, in grad_accum micro-batches, each split
+    """A step has batch_size random windows, in micro_steps micro-batches, each split
     over the processes. Returns this process's share of one. Steps take shards in turn.
     Seed and step fix the windows, so a run can be resumed."""
     shard = shards[step % len(shards)]
     generator = np.random.default_rng((config.seed, step))
     starts = generator.integers(0, len(shard) - config.seq_len, size=config.batch_size)
-    size = config.batch_size // (WORLD * config.grad_accum)
+    size = config.batch_size // (WORLD * config.micro_steps)
     first = (micro_step * WORLD + RANK) * size
     return windows(shard, starts[first:first + size], config)
 
@@ -564,7 +583,7 @@ def validate(model, val, config, stop=None):
     for this process's first batch. bf16 has none. None if `stop` is set meanwhile."""
     starts = np.linspace(0, len(val) - config.seq_len - 1, config.eval_windows)
     starts = np.split(starts.astype(int), WORLD)[RANK]          # this process's share
-    size = config.batch_size // (WORLD * config.grad_accum)     # windows at a time
+    size = config.batch_size // (WORLD * config.micro_steps)    # windows at a time
     batches = [starts[i:i + size] for i in range(0, len(starts), size)]
     model.eval()
     # If X is rounded stochastically (--sr x), use the same random bits each time
@@ -613,6 +632,7 @@ def read_run(path):
     try:
         if Path(path).is_file():
             file = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+            require("settings" in file, "--export did not write it")
             return {name: file[name] for name in file.keys() - {"model"}}
         return json.loads((Path(path) / "run.json").read_text())
     except (OSError, RuntimeError, ValueError, pickle.UnpicklingError) as e:
@@ -729,7 +749,7 @@ def choose_folder(config):
         return out
     if config.resume:
         start = Path(config.resume)
-        if checkpoints(start.parent)[-1] == start:
+        if checkpoints(start.parent)[-1:] == [start]:
             return start.parent             # the run goes on
         out = new_folder(os.path.abspath(start.parent))
         say(f"{start.parent} has later checkpoints, so this branch has a folder of its "
@@ -949,6 +969,8 @@ def train(config):
             "data_folder": str(data_folder),
             "data_version": f"{data_folder.name}-{len(shards)}"}
     log_start(run, old if config.resume else run, model)
+    say(f"data: {sum(map(len, shards)):,} tokens in {data_folder}, and {config.steps} "
+        f"steps read {config.steps * config.batch_size * config.seq_len:,}")
 
     moes = [m for m in model.modules() if isinstance(m, MoE)]
     bar = tqdm(total=config.steps, initial=start, disable=RANK > 0)
@@ -1006,9 +1028,9 @@ def train(config):
             for group in optimizer.param_groups:
                 group["lr"] = group["peak"] * factor
             loss = 0.0
-            for micro_step in range(config.grad_accum):
+            for micro_step in range(config.micro_steps):
                 inputs, targets = get_batch(shards, config, step, micro_step)
-                micro_loss = model(inputs, targets) / config.grad_accum
+                micro_loss = model(inputs, targets) / config.micro_steps
                 micro_loss.backward()       # FSDP averages over processes here
                 loss += micro_loss.detach()
             # Clips (not at --clip 0), and returns the norm before that
@@ -1072,9 +1094,9 @@ def generate(model, tokens, config):
 def answer_prompt(config):
     """--prompt: continue a text, and print both. Needs no data."""
     vocab_size = read_run(config.resume)["vocab_size"]
+    require(prepare.vocabulary(config.data) == vocab_size, "can't find the vocabulary "
+            f"of {config.resume}: --data {config.data} has another, or is gone")
     tokens = prepare.encode(config.prompt or "\n", config.data)
-    require(max(tokens) < vocab_size, f"the vocabulary of {config.resume} is not here: "
-            f"--data {config.data} has another")
     config.compile = False              # would take longer than the text
     model, _ = build(config, make_recipe(config), vocab_size)
     load_weights(config.resume, model)
@@ -1103,6 +1125,7 @@ def activation_bytes(config, vocab_size):
 def dry_run(config):
     """--dry-run: print what a run needs. The model is on the meta device, so this takes
     neither data nor memory."""
+    make_recipe(config)                 # checks it
     vocab_size, processes = prepare.vocabulary(config.data), config.dry_run
     with torch.device("meta"):
         model = GPT(config, ufp4.RECIPES["bf16"], vocab_size)
@@ -1113,7 +1136,7 @@ def dry_run(config):
     shard = sum(math.ceil(len(p) / processes) * p[0].numel() for p in parameters)
     block = sum(p.numel() for p in model.blocks[0].parameters())
     tokens = config.batch_size * config.seq_len
-    micro = tokens // (processes * config.grad_accum)
+    micro = tokens // (processes * config.micro_steps)
     memory = {"weights": 4 * shard, "gradients": 4 * shard, "moments": 8 * shard,
               "gathered by FSDP2": 3 * 4 * block if processes > 1 else 0,
               "activations": micro * activation_bytes(config, vocab_size)}
@@ -1122,8 +1145,9 @@ def dry_run(config):
     print(f"memory of each process, of {processes}, in GB:")
     for what, size in (*memory.items(), ("in all", sum(memory.values()))):
         print(f"    {what:18} {size / 1e9:9.3f}")
-    print(f"activations are what autograd saves of a micro-batch of {micro:,} tokens; "
-          "--grad-accum\nand --remat lower them")
+    print(f"activations are what autograd saves of a micro-batch of {micro:,} tokens, "
+          f"in {config.dtype or 'bfloat16'};\n--remat lowers them, and --grad-accum if "
+          "that is more than a sequence")
     print(f"tokens: {config.steps:,} steps of {tokens:,}, {config.steps * tokens:,} in "
           "all")
 
@@ -1148,6 +1172,9 @@ def main(argv=()):
         print(f"train.py: {e}", file=sys.stderr)
         sys.exit(3)                         # bench.py recognizes this code
     except (ValueError, OSError, ImportError, KeyboardInterrupt) as e:
+        frames = traceback.extract_tb(e.__traceback__)
+        if USER_FILES & {frame.filename for frame in frames}:
+            raise
         sys.exit(f"train.py: {str(e) or 'interrupted'}")
 
 if __name__ == "__main__":

@@ -31,7 +31,8 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent
 MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 256 * 4
-CHUNK = 1 << 24                     # so many tokens are converted at a time
+CHUNK = 1 << 24                     # tokens that are converted at a time
+NAMES = ("python", "shakespeare", "fineweb")
 SHAKESPEARE = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/"
                "tinyshakespeare/input.txt")
 FINEWEB = "https://huggingface.co/datasets/kjj0/fineweb10B-gpt2/resolve/main"
@@ -58,7 +59,7 @@ def vocabulary(data):
     a folder what meta.pkl or the token files say."""
     if data == "fineweb":
         return 50257
-    if not Path(data).is_dir():
+    if data in NAMES or not Path(data).is_dir():
         return 256
     paths, _ = token_files(data)
     return read_meta(data).get("vocab_size") or header_of(paths[0])[4] or 50257
@@ -125,10 +126,12 @@ def read_tokens(path):
     if not header.any() and size and read_meta(Path(path).parent):
         return np.memmap(path, np.uint16, "r")      # nanoGPT's files have no header
     count = int(header[2:4].view(np.int64)[0])
+    if not header.any() and ROOT not in Path(path).resolve().parents:
+        raise ValueError(f"{path} has no header of a token file (see data/prepare.py). "
+                         "Of files without one, those of nanoGPT are read if their "
+                         "meta.pkl is beside them")
     if not header.any() or size != HEADER_BYTES + 2 * count:
-        raise ValueError(f"{path} is damaged: delete it, and train.py makes it again "
-                         "(a token file without a header, as nanoGPT's, needs the "
-                         "meta.pkl beside it)")
+        raise ValueError(f"{path} is damaged: delete it, and train.py makes it again")
     return np.memmap(path, np.uint16, "r", offset=HEADER_BYTES, shape=count)
 
 def has_tokens(folder):
@@ -159,8 +162,8 @@ def read_text(path):
         raise ValueError(f"{path} is empty")
     text = np.memmap(path, np.uint8, "r")
     if not text[:CHUNK].all():
-        raise ValueError(f"{path} is no text: it has bytes of 0. If it holds tokens, "
-                         "give its folder")
+        raise ValueError(f"{path} is not a text file: it has bytes of 0. If it holds "
+                         "tokens, give its folder")
     return text
 
 # ---- Data sets ----
