@@ -611,6 +611,10 @@ class Doubled(Quantizer):
         self.largest = x.abs().amax()
         return 2.0 * super().__call__(x, rand)
 
+class DoubledRecipe(Recipe):
+    def quantizer(self, operand, gemm):
+        return Doubled(None)
+
 class Truncated(Format):
     def round(self, a, rand=None):
         return a.floor().clamp(max=self.max)
@@ -619,7 +623,7 @@ class Truncated(Format):
 @pytest.mark.parametrize("recipe", [
     ufp4_with(gemms=("dgrad",), sr=()), ufp4_with(scale=lambda a, g: 2 * a / g, sr=()),
     ufp4_with(fmt=Truncated("t", (0, 1, 2, 3)), sr=()),
-    bench.Experiment("", kind=Doubled, given={"fmt": None})])
+    DoubledRecipe("doubled")])
 def test_core_ones_own_rule_format_or_quantizer_is_what_compiled_code_runs(recipe):
     """In one graph. And a quantizer may keep what it likes."""
     x, w = randn(32, 48), randn(64, 48, seed=1)

@@ -670,7 +670,7 @@ def save(config, run, model, optimizer):
     path = out / f"ckpt-{run['step']:07d}"
     try:
         if RANK == 0:
-            path.mkdir()
+            path.mkdir(exist_ok=True)       # another process may have been faster
             (path / "run.json").write_text(json.dumps(run))
         dcp.save(state_of(model, optimizer), checkpoint_id=path)
     except (OSError, dcp.CheckpointException) as e:
