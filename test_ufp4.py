@@ -714,6 +714,18 @@ def test_compiled_is_eager_bit_for_bit_for_all_signs(quantizer):
         graphs.add(counters["unique_graphs"])
     assert len(graphs) == 1 and graphs != {0}           # another seed compiles nothing
 
+@compiling()
+def test_compiled_code_misreads_no_view_and_no_row():
+    """Torch's own compiled copy forgets that a view is negated. And where blocks don't
+    fill up a row, they don't go on in the next one."""
+    x = torch.view_as_complex(randn(256, 160, 2)).conj().imag
+    assert x.is_neg()
+    q = Quantizer(E1M2, signs=random_signs(0))
+    assert torch.equal(ufp4.run(q, 16, torch.float32, x), q(x.resolve_neg()))
+    assert torch.equal(ufp4.run(q, 16, torch.float32, x.T), q(x.T.resolve_neg()))
+    with pytest.raises(RuntimeError, match="unflatten"):
+        ufp4.run(replace(q, signs=random_signs(0, 64)), 16, torch.float32, x[:, :80])
+
 # ---- Models --------------------------------------------------------------------------
 class Tied(nn.Module):
     """Two names for one weight and for one layer, and a bias for some."""
