@@ -978,6 +978,7 @@ def train(config):
     with bar, signals_caught(config) as stop:
         for step in range(start, config.steps + 1):
             # `step` steps are done. Is it time to log, to validate, to save, to stop?
+            # (loss, norm and imbalance are those of the step before, further down)
             last, trained = step == config.steps, step > start
             stops = in_any_process(stop.is_set())
             validates = (last or is_due(step, config.eval_interval)) and not stops
