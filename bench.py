@@ -63,7 +63,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import ufp4
-from ufp4_prepare import prepare, read_tokens, vocabulary   # train.py imports it so
+from ufp4_prepare import encode, prepare, read_tokens, vocabulary   # by train.py
 from ufp4 import FORMATS, GEMMS, RECIPES, Quantizer, Recipe
 
 RECORDS, OUT = HERE / "data" / "results", HERE / "out" / "bench"
@@ -112,7 +112,7 @@ def fill_page():
     """Put the tables of the records into their README.md, between <!-- NAME --> and
     <!-- /NAME -->."""
     page, results = RECORDS / "README.md", Results(read("runs"))
-    tables = tables_of(results) | {"pairs": pairs_table(results)}
+    tables = corrected(results, page_tables)
     for path in RECORDS.glob("*.json"):
         tables |= json.loads(path.read_text()).get("tables", {})
 
@@ -198,6 +198,55 @@ def experiment(name, like, places=GEMMS, kind=Quantizer, **given):
     RECIPES[name] = Experiment(**copied | {"name": name}, places=places, kind=kind,
                                given=given)
 
+@dataclass(eq=False)
+class Choosing(Quantizer):
+    """Each block takes the format, fmt or other, that has the smaller squared error.
+
+    The error is that of rounding to nearest. Under SR a choice by the error of the
+    random result would bias it."""
+    other: ufp4.Format = ufp4.E1M2
+
+    def levels_and_scales(self, x, rand=None):
+        found, errors = [], []
+        for fmt in (self.fmt, self.other):
+            nearest = Quantizer(fmt, self.scale, self.block)
+            level, s = nearest.levels_and_scales(x)
+            error = (level * s).flatten(-2) - x
+            errors.append(error.square().unflatten(-1, (-1, self.block)).sum(-1, True))
+            if self.stochastic:
+                q = Quantizer(fmt, self.scale, self.block, stochastic=True)
+                level, s = q.levels_and_scales(x, rand)
+            found.append((level, s))
+        (level, s), (other_level, other_s) = found
+        other = errors[1] < errors[0]
+        return torch.where(other, other_level, level), torch.where(other, other_s, s)
+
+# ---- Other block scales, as rules like those of ufp4.py ----
+
+def scale_power(amax, g_max):
+    """The power of two that is nearest to amax / g_max, by its logarithm."""
+    s = torch.exp2(torch.log2(amax / g_max).round().clamp(-126, 127))
+    return torch.where(amax < math.inf, s, math.nan)
+
+def scale_hif4(amax, g_max):
+    """The scales of HiFloat4 (arXiv 2602.11287), for blocks of 4.
+
+    64 numbers share s, in E6M2: an 8-bit float without a sign, with three significant
+    bits. The largest of them becomes the largest level times 4 s. Of each 8 numbers one
+    bit says whether their scale is 2 s. It is, if their largest is at least 4 s. Of
+    each 4 numbers one bit says whether theirs is twice as large again. It is, if their
+    largest is at least twice their scale. In all these are 4.5 bits a number."""
+    n = amax.shape[-2]                                      # amax (..., K/4, 1)
+    of_4 = F.pad(amax, (0, 0, 0, -n % 16)).unflatten(-2, (-1, 8, 2))
+    of_8 = of_4.amax(-2, keepdim=True)
+    of_64 = of_8.amax(-3, keepdim=True)                     # (..., K/64, 1, 1, 1)
+    mantissa, exponent = torch.frexp(of_64 / (4 * g_max))
+    s = torch.ldexp((8 * mantissa).round() / 8, exponent).clamp(2.0**-48, 49152.0)
+    s = torch.where(of_64 < math.inf, s, math.nan)
+    s = torch.where(of_8 >= 4 * s, 2 * s, s)
+    s = torch.where(of_4 >= 2 * s, 2 * s, s)
+    return s.flatten(-4, -2)[..., :n, :]
+
 # E2M1 that does not shrink, and E1M2 that shrinks as E2M1 does on Gaussian data
 for like in ("e2m1", "e2m1-full-rht"):
     experiment(f"{like}-debiased", like, kind=Sloped, slope=1.0)
@@ -210,6 +259,8 @@ for top in (2, 3, 4):
     fmt = ufp4.Format(f"e2m1-max{top}", tuple(v for v in ufp4.E2M1.levels if v <= top))
     experiment(fmt.name, "e2m1-full-rht", fmt=fmt)
 experiment("e2m1-max4-rht-wgrad", "e2m1", fmt=fmt)
+# Its largest number at level 6 or at level 4, in each block (arXiv 2512.02010)
+experiment("four-over-six", "e2m1", kind=Choosing, other=fmt)
 # Doses: more noise in fprop; a smaller slope in fprop, or wherever rounding is to
 # nearest
 for times in (1.25, 1.5, 2, 3):
@@ -228,6 +279,9 @@ experiment("e2m1-tiles", "e2m1", (("w", "fprop"), ("w", "dgrad")),
 # W in 4 bits; X in fprop is not rounded
 for like in ("e2m1", "e2m1-full-rht", "ufp4"):
     experiment(f"{like}-weights", like, (("x", "fprop"),), fmt=None)
+# Other scales under the uniform grid
+experiment("ufp4-mx-nearest", "ufp4-mx", scale=scale_power)
+experiment("ufp4-hif4", "ufp4", scale=scale_hif4, block=4)
 # A rotation without random signs
 experiment("ufp4-no-signs", "ufp4", signs=16 * (1.0,))
 OURS = dict(RECIPES)                    # without those of a user's file
@@ -273,23 +327,40 @@ ROWS = {f"{recipe}-{field}-{value.replace(',', '-')}":
             ("ufp4", "rht", "none", "wgrad", "dgrad,wgrad", "fprop,wgrad"),
             ("e2m1", "rht", "none", "dgrad,wgrad", "fprop,wgrad"),
             ("ufp4", "sr", "none", "x,dy", "x,w,dy"), ("e2m1", "sr", "none"),
-            ("ufp4", "rht-block", "32", "64", "128"),
+            ("ufp4", "rht-block", "32", "64", "128"), ("ufp4-mx", "block", "16"),
             ("ufp4-weights", "rht", "wgrad")) for value in values}
 
-# What might lower a recipe's loss error. A late change is made for the last sixth
+# What might lower a recipe's loss error. A late change is made for the last sixth, or
+# for as many steps as it says
 REPAIRS = {"fprop-bf16": "--gemms dgrad,wgrad",
            "late-fprop-bf16": "--gemms dgrad,wgrad", "late-bf16": "--recipe bf16",
            "last-block-bf16": "--keep-bf16 1", "first-block-bf16": "--keep-bf16 -1"}
 REPAIRED = ("ufp4", "nvfp4")
-for recipe in REPAIRED:
+HEALED, HEALINGS = ("e2m1", "ufp4", "nvfp4"), (10, 30, 100, 440)
+for recipe in HEALED:
     ROWS |= {f"{recipe}-{what}": f"--recipe {recipe} {flags}"
              for what, flags in REPAIRS.items()}
+    ROWS |= {f"{recipe}-late-bf16-{steps}": "--recipe bf16" for steps in HEALINGS}
 
 def row_flags(row):
+    """A row is called by a recipe, by a name in ROWS, or as in "ufp4 --keep-bf16 1"."""
     return ROWS.get(row, f"--recipe {row}").split()
 
 # {format: its row with the RHT on wgrad alone, and with the RHT on all three GEMMs}
 TWO_BY_TWO = {"e2m1": ("e2m1", "e2m1-full-rht"), "e1m2": ("ufp4-rht-wgrad", "ufp4")}
+SQUARE = sum(TWO_BY_TWO.values(), ())           # the four rows of the two by two
+# Rows that start right after warm-up, not at the last third
+EARLY = [f"{row}-early" for row in SQUARE]
+EARLY_CHANGES = {f"{recipe}-early": [f"{recipe}-{what}-early" for what in whats]
+                 for recipe, whats in (("ufp4", ("sr-none", "rht-fprop", "fprop-bf16")),
+                                       ("e2m1", ("sr-none", "rht-none", "fprop-bf16")))}
+ROWS["ufp4-rht-fprop"] = "--recipe ufp4 --rht fprop"
+for row in (*EARLY, *sum(EARLY_CHANGES.values(), [])):
+    ROWS[row] = " ".join(row_flags(row.removesuffix("-early")))
+# What trained weights are used under. In a forward pass only fprop matters: ufp4 is
+# E1M2 rotated, ufp4-rht-wgrad E1M2 not rotated, e2m1-full-rht and e2m1 the same of E2M1
+TRAINED = (*SQUARE, "nvfp4", "ufp4-e4m3")
+USES = ("bf16", *TRAINED, "e2m1-weights", "ufp4-weights-rht-wgrad")
 # With the RHT on all three GEMMs: E2M1, which shrinks or does not, and E1M2
 CAUSES = ("e2m1-full-rht", "e2m1-full-rht-debiased", "ufp4-shrunk", "ufp4")
 DOSES = ("ufp4", "ufp4-noise-1.25", "ufp4-noise-1.5", "ufp4-noise-2", "ufp4-noise-3")
@@ -313,14 +384,17 @@ class Study:
     effects: dict = None            # {name: {row: weight}}
     beyond: bool = False            # whether there is a column of beyond_line()
     what: str = "model"             # what the models are called by
+    seeds: range = range(5)
+    uses: tuple = ("bf16",)         # rows under which the trained weights are validated
+    averaged: tuple = ()            # rows whose weights are averaged at the end
 
     @property
     def rows(self):
         return tuple(row for rows in self.groups.values() for row in rows)
 
 STUDIES = {
-    "quick": Study(("nano",), {"ufp4": sum(TWO_BY_TWO.values(), ())}),
-    "small": Study(("small",), {"ufp4": sum(TWO_BY_TWO.values(), ())}),
+    "quick": Study(("nano",), {"ufp4": SQUARE}, seeds=range(1)),
+    "small": Study(("small",), {"ufp4": SQUARE}),
     "loss": Study(("dense-0.3m",), {
         "ufp4": ("ufp4", "ufp4-rht-wgrad", "e2m1", "e2m1-full-rht"),
         "nvfp4": ("nvfp4", "ufp4-e4m3"),
@@ -369,62 +443,112 @@ STUDIES = {
                  "e2m1-max4")}),
     "repair": Study(("dense-0.3m",), {
         recipe: (recipe, *(f"{recipe}-{what}" for what in REPAIRS))
-        for recipe in REPAIRED})}
+        for recipe in REPAIRED}),
+    # The others have the seeds 0 to 4. These are new ones, so that what both have
+    # measured can be taken together
+    "use": Study(("dense-0.3m",), {"ufp4": TRAINED}, seeds=range(5, 10), uses=USES),
+    "heal": Study(("dense-0.3m",), {
+        recipe: (recipe, *(f"{recipe}-late-bf16-{steps}" for steps in HEALINGS))
+        for recipe in HEALED}, seeds=range(5, 10), averaged=HEALED),
+    "early": Study(("dense-0.3m",), {"ufp4-early": EARLY}, seeds=range(5, 10)),
+    "early-changes": Study(("dense-0.3m",), {
+        row: (row, *changes) for row, changes in EARLY_CHANGES.items()},
+        seeds=range(5, 10)),
+    "scales": Study(("dense-0.3m",), {
+        "ufp4": ("ufp4", "ufp4-e4m3", "ufp4-hif4", "ufp4-mx", "ufp4-mx-nearest",
+                 "ufp4-mx-block-16"),
+        "e2m1": ("e2m1", "four-over-six"), "mxfp4": ("mxfp4",)},
+        seeds=range(5, 10))}
 
 # ---- Jobs: a job is a process of train.py that leaves a result ----
 
+def start_of(row, s):
+    """-> (the row from whose checkpoint a row starts, the step of that), with settings
+    s. A row trains the last third of the steps, from the bf16 run with its seed. This
+    cancels most of what differs from seed to seed by chance. An early row starts right
+    after warm-up. A late row starts from the recipe that it changes."""
+    if row == "bf16":
+        return None, 0
+    base, late, change = row.partition("-late-")
+    if late:
+        steps = change.rpartition("-")[2]
+        return base, (s.steps - int(steps) if steps.isdigit()
+                      else 5 * math.ceil(s.steps / 6))      # for the last sixth
+    return "bf16", s.warmup if row.endswith("-early") else 2 * s.steps // 3
+
+def averaged_steps(s):
+    """The steps whose weights are averaged: eight, evenly over the last tenth."""
+    return [s.steps - n * (s.steps // 80) for n in range(8)]
+
 class Job:
-    """A row on a model with a seed. Its result is in result.json in its folder.
+    """A row on a model with a seed. Its folder has what it has found: result.json, of
+    training, and used.json, of its weights under other recipes."""
 
-    A row trains the last third of the steps, from a checkpoint of the bf16 run with its
-    seed. This cancels most of what differs from seed to seed by chance. A late row
-    trains the last sixth, from a checkpoint of the recipe that it changes."""
-
-    def __init__(self, args, model, row, seed):
+    def __init__(self, args, jobs, model, row, seed):
         self.key = self.model, self.row, self.seed = model, row, seed
         flags = [*MODELS[model], *row_flags(row), "--seed", str(seed), *args.train]
-        s = train.parse_args(flags)
-        # The step at which the last third begins, and the last sixth
-        third, sixth = 2 * s.steps // 3, 5 * math.ceil(s.steps / 6)
-        base, self.first = "bf16", third
-        if row == "bf16":
-            base, self.first = None, 0
-        elif "-late-" in row:
-            base, self.first = row.split("-late-")[0], sixth
-        self.base = Job(args, model, base, seed) if base else None
+        self.settings = s = train.parse_args(flags)
+        base, self.first = start_of(row, s)
+        self.base = None
+        if base:
+            self.base = job_of(args, jobs, model, base, seed)
+            self.base.kept.add(self.first)
         self.wave = self.base.wave + 1 if base else 0
         self.steps = s.steps - self.first               # its own
-        save_at = third if row == "bf16" else sixth
+        self.kept = {s.steps}       # steps whose checkpoints are needed
+        self.uses = {}              # {text: rows under which its weights are validated}
         # It validates once, at the end: on the whole text, and in `quick` on a quarter
-        windows = (len(read_tokens(prepare(s.data)[1])) - 1) // s.seq_len
+        self.windows = (len(read_tokens(prepare(s.data)[1])) - 1) // s.seq_len
         if args.study == "quick":
-            windows = max(1, windows // 4)
-        flags += (f"--eval-interval 0 --eval-windows {windows} "
-                  f"--save-interval {save_at} --with").split()
+            self.windows = max(1, self.windows // 4)
+        flags += f"--eval-interval 0 --eval-windows {self.windows} --with".split()
         # "" is no file. A resumed run would take that of the run that it starts from
-        flags.append(str(args.file) if row not in OURS and row in RECIPES else "")
+        flags.append(str(args.file) if row.split()[0] not in OURS and row not in ROWS
+                     else "")
         # What a run computes is in the name of its folder: its flags and their files
         files = [Path(text).read_bytes() for text in flags if Path(text).is_file()]
         mark = zlib.crc32(b"".join([" ".join(flags).encode(), *files]))
-        self.folder = OUT / "runs" / f"{model}-{row}-s{seed}-{mark:08x}"
+        name = re.sub(r"[^\w.]+", "-", f"{model}-{row}")
+        self.folder = OUT / "runs" / f"{name}-s{seed}-{mark:08x}"
         self.flags = [*flags, "--out", str(self.folder)]
-        self.saved = self.folder / f"ckpt-{save_at:07d}"
+
+    def saved(self, step):
+        return self.folder / f"ckpt-{step:07d}"
 
     def command(self):
         """The command line: the one place that knows how train.py is called."""
-        flags = self.flags
+        flags = [*self.flags, "--save-at", ",".join(map(str, sorted(self.kept)))]
         if train.checkpoints(self.folder):              # an earlier command was stopped
-            flags = [*flags, "--resume", str(self.folder)]
+            flags += ["--resume", str(self.folder)]
         else:                   # it may have left a log, though no checkpoint
-            flags = [*flags, "--overwrite"]
+            flags.append("--overwrite")
             if self.base:
-                flags = [*flags, "--resume", str(self.base.saved)]
+                flags += ["--resume", str(self.base.saved(self.first))]
         return [sys.executable, __file__, "train", *flags]
 
+    def found(self, name):
+        """What it has left in a file, or {}."""
+        path = self.folder / f"{name}.json"
+        return json.loads(path.read_text()) if path.exists() else {}
+
     def result(self):
-        """What the run has left, or None."""
-        path = self.folder / "result.json"
-        return json.loads(path.read_text()) if path.exists() else None
+        """What the run has found, or None as long as something is missing."""
+        result, used = self.found("result"), self.found("used")
+        if not result or (result["loss"] and (self.lacking() or self.unused())):
+            return None
+        return result | {"used": used}
+
+    def lacking(self):
+        """The steps whose checkpoints are needed and not there."""
+        there = train.checkpoints(self.folder)
+        return [step for step in self.kept if self.saved(step) not in there]
+
+    def unused(self):
+        """{text: the rows under which its weights are still to be validated}."""
+        used = self.found("used")
+        missing = {text: [row for row in rows if row not in used.get(text, {})]
+                   for text, rows in self.uses.items()}
+        return {text: rows for text, rows in missing.items() if rows}
 
     def done(self):
         """How many of its steps are done."""
@@ -434,33 +558,108 @@ class Job:
             return 0
         return max(0, last.get("step", 0) - self.first)
 
+    def gaps(self):
+        """By what part of BF16's its training loss is higher, in each eighth of its
+        steps; None if it does not start from the bf16 run. Both read the same text."""
+        if not (self.base and self.base.row == "bf16" and self.found("result")["loss"]):
+            return None
+        ours, theirs = (logged(train.read_log(job.folder / "log.jsonl"), "train_loss")
+                        for job in (self, self.base))
+        steps = [step for step in ours if step > self.first and step in theirs]
+        return [sum(map(ours.get, part)) / sum(map(theirs.get, part)) - 1
+                for part in np.array_split(steps, 8) if len(part)]
+
     def run(self, threads):
-        """Train, unless the result is there. RuntimeError if it fails. A loss that
-        diverges is a result: None."""
-        if self.result():
-            return
-        # Others start from `saved` of these rows. A run keeps two checkpoints. So if it
-        # was stopped after `saved`, it goes on from there
-        kept = self.row in ("bf16", *REPAIRED)
-        for path in train.checkpoints(self.folder):
-            if kept and self.saved.exists() and path > self.saved:
-                shutil.rmtree(path)
+        """Train and validate, unless that is done. RuntimeError if it fails. A loss
+        that diverges is a result: None."""
         env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-        done = subprocess.run(self.command(), env=env, capture_output=True,
-                              text=True)
-        said = last_line(done.stderr).removeprefix("train.py: ")
-        if done.returncode == 3 and self.row != "bf16":
-            result = {"loss": None, "error": said}
-        elif done.returncode:
-            raise RuntimeError(f"{self.model}, {self.row}, seed {self.seed}: {said}")
-        else:
-            *_, last = train.read_log(self.folder / "log.jsonl")
-            result = {"loss": last["val_loss"], "slope": last.get("slope"),
-                      "noise": last.get("noise")}
-        save(self.folder / "result.json", result)
+
+        def process(command):
+            done = subprocess.run(command, env=env, capture_output=True, text=True)
+            said = last_line(done.stderr).removeprefix("train.py: ")
+            diverged = done.returncode == 3 and self.row != "bf16"
+            if done.returncode and not diverged:
+                raise RuntimeError(f"{self.model}, {self.row}, seed {self.seed}: "
+                                   f"{said}")
+            return diverged, said if diverged else done.stdout
+
+        result = self.found("result")
+        if not result or (result["loss"] and self.lacking()):
+            self.forget_after(min(self.lacking()))
+            diverged, said = process(self.command())
+            if diverged:
+                result = {"loss": None, "error": said}
+            else:
+                *_, last = train.read_log(self.folder / "log.jsonl")
+                result = {"loss": last["val_loss"], "slope": last.get("slope"),
+                          "noise": last.get("noise")}
+            save(self.folder / "result.json", result)
+            for path in train.checkpoints(self.folder):
+                if int(path.name[5:]) not in self.kept:
+                    shutil.rmtree(path)
+        for text, rows in (self.unused() if result["loss"] else {}).items():
+            windows = 500 if text == "other code" else self.windows
+            steps = averaged_steps(self.settings) if text == "averaged" else ()
+            given = str(self.saved(self.settings.steps)), rows, windows, text, steps
+            code = (f"import json, sys; sys.path.insert(0, {str(HERE)!r})\n"
+                    "import bench; given = json.loads(sys.argv[1])\n"
+                    "print(json.dumps(bench.losses_under(*given)))")
+            _, said = process([sys.executable, "-c", code, json.dumps(given)])
+            used = self.found("used")
+            used[text] = used.get(text, {}) | json.loads(last_line(said))
+            save(self.folder / "used.json", used)
+
+    def forget_after(self, step):
+        """Delete later checkpoints: the run goes on from before, and makes this one."""
         for path in train.checkpoints(self.folder):
-            if path != self.saved or not kept:
+            if int(path.name[5:]) > step:
                 shutil.rmtree(path)
+
+def job_of(args, jobs, model, row, seed):
+    """The one job of this row. jobs: those that there are, to which it is added."""
+    if (model, row, seed) not in jobs:
+        job = Job(args, jobs, model, row, seed)         # after the one it starts from
+        jobs[job.key] = job
+    return jobs[model, row, seed]
+
+def losses_under(path, rows, windows, text=None, steps=()):
+    """{row: the validation loss of a checkpoint's weights under the recipe of a row}.
+
+    text: "other code", or else the run's own validation text. steps: the weights are
+    the mean over these steps of the run."""
+    path = Path(path)
+    s = train.parse_args(["--resume", str(path)])
+    vocab_size, found = train.read_run(path)["vocab_size"], {}
+    _, tokens, _ = train.load_data(s, vocab_size)
+    if text == "other code":
+        tokens = np.array(encode(other_code(), s.data))
+    for row in rows:
+        model = load_under(path, row, s.device)
+        model.config.eval_windows = windows
+        if steps:
+            average_weights(model, path.parent, steps)
+        found[row] = train.validate(model, tokens, model.config)["val_loss"]
+    return found
+
+def load_under(path, row, device="cpu"):
+    """The model of a checkpoint, whose layers follow the recipe of a row."""
+    given = vars(train.parse_args([*row_flags(row), "--device", device]))
+    names = "recipe", "keep_bf16", *train.RECIPE_FIELDS
+    return train.load(path, device, **{name: given[name] for name in names})
+
+def average_weights(model, folder, steps):
+    """Give the model the mean of a run's weights at some steps."""
+    mean = {name: 0 for name in model.state_dict()}
+    for step in steps:
+        train.load_weights(folder / f"ckpt-{step:07d}", model)
+        for name, value in model.state_dict().items():
+            mean[name] = mean[name] + value.double() / len(steps)
+    model.load_state_dict(mean)
+
+def other_code():
+    """A text that no model has seen: the source of torch.nn."""
+    files = sorted(Path(nn.__file__).parent.rglob("*.py"))
+    return "\n".join(path.read_text() for path in files)
 
 def run_all(args, jobs):
     """Run all jobs, args.jobs at a time: the bf16 runs, then the rows that start from
@@ -488,9 +687,24 @@ def run_all(args, jobs):
 
 # ---- What the runs say: one statistic over {(model, row): weight} ----
 
-# The 97.5% quantile of Student's t, by the number of values: 2, 3, ..., 10
-STUDENT_T = dict(enumerate((12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306,
-                            2.262), 2))
+def tail(t, df):
+    """How likely Student's t with df degrees of freedom is beyond t or -t.
+
+    With t = sqrt(df) tan(u) its density is proportional to cos(u)^(df - 1)."""
+    u = np.linspace(math.atan(t / math.sqrt(df)), math.pi / 2, 10_001)
+    density = np.cos(u) ** (df - 1)
+    beyond = (density[1:] + density[:-1]).mean() / 2 * (u[-1] - u[0])
+    log_of_all = math.lgamma(df / 2) - math.lgamma((df + 1) / 2)
+    return beyond / (math.sqrt(math.pi) / 2 * math.exp(log_of_all))
+
+@functools.cache
+def quantile(df):
+    """The t beyond which, or beyond -t, are 5%: by halving an interval."""
+    low, high = 1.9, 13.0
+    while high - low > 1e-6:
+        middle = (low + high) / 2
+        low, high = (middle, high) if tail(middle, df) > 0.05 else (low, middle)
+    return low
 
 def interval(values):
     """Mean and half-width of its 95% interval. That is None for one value, or if one is
@@ -498,8 +712,7 @@ def interval(values):
     n, mean = len(values), sum(values) / len(values)
     if n < 2 or not math.isfinite(mean):
         return mean, None
-    t = STUDENT_T.get(n, 1.96 + 2.5 / (n - 1))
-    return mean, t * statistics.stdev(values) / math.sqrt(n)
+    return mean, quantile(n - 1) * statistics.stdev(values) / math.sqrt(n)
 
 def on(model, weights):
     """{row: weight} on a model, as {(model, row): weight}."""
@@ -522,13 +735,24 @@ class Results:
     """The runs of studies, and what they say.
 
     errors: {(model, row): {seed: BF16-relative loss error}} (the paper's, Q2), infinite
-    if the run diverged."""
+    if the run diverged. At (model, row, use, text) that of its weights under the recipe
+    `use`, on a text; the error is above the bf16 run in BF16 on this text.
 
-    def __init__(self, records):
+    pooled: whether rows have one standard deviation, from all of a model."""
+
+    def __init__(self, records, pooled=True):
         self.models, self.runs, self.errors = records["models"], records["runs"], {}
+        self.pooled, self.tested, self.lasting = pooled, {}, set()
+        bf16 = {(r["model"], r["seed"], text): uses["bf16"] for r in self.runs
+                if r["row"] == "bf16" for text, uses in r.get("used", {}).items()}
         for r in self.runs:
+            at, seed = (r["model"], r["row"]), r["seed"]
             error = math.inf if r["loss"] is None else r["loss"] / r["bf16"] - 1
-            self.errors.setdefault((r["model"], r["row"]), {})[r["seed"]] = error
+            self.errors.setdefault(at, {})[seed] = error
+            for text, uses in r.get("used", {}).items():
+                base = bf16[r["model"], seed, text.replace("averaged", "validation")]
+                for use, loss in uses.items():
+                    self.errors.setdefault((*at, use, text), {})[seed] = loss / base - 1
 
     def sums(self, weights):
         """{seed: its loss errors, each times its weight, added up}, of the seeds that
@@ -538,11 +762,73 @@ class Results:
         return {seed: sum(weight * of[seed] for weight, of in
                           zip(weights.values(), errors)) for seed in seeds}
 
-    def contrast(self, weights):
-        """The mean of these sums and its 95% interval over the seeds; None if no seed
-        has all."""
+    def estimate(self, weights):
+        """-> (the mean of these sums over the seeds, its standard error, the degrees of
+        freedom of that). The error is None if it can't be known."""
         sums = [*self.sums(weights).values()]
-        return interval(sums) if sums else None
+        if not sums or not all(map(math.isfinite, sums)):
+            return (math.nan if not sums else math.inf), None, 0
+        mean, groups = statistics.mean(sums), collections.defaultdict(list)
+        for at, weight in weights.items():
+            groups[group_of(at)].append(weight)
+        variances = []
+        if self.pooled and all(abs(sum(of)) < 1e-9 for of in groups.values()):
+            for group, of in groups.items():
+                variance, df = self.variance(group)
+                variances.append((variance * sum(w * w for w in of) / len(sums), df))
+        if variances and all(df > 0 for _, df in variances):
+            total = sum(variance for variance, _ in variances)
+            df = total ** 2 / max(1e-300, sum(v * v / df for v, df in variances))
+            return mean, math.sqrt(total), max(1, df)
+        if len(sums) < 2:
+            return mean, None, 0
+        return mean, statistics.stdev(sums) / math.sqrt(len(sums)), len(sums) - 1
+
+    @functools.cache
+    def variance(self, group):
+        """-> (the variance of a loss error that has an effect of its row and one of its
+        seed, from all rows of a group; its degrees of freedom).
+
+        Rows that are not healed and end alike have it in common, as far as we see."""
+        cells = [(at[1], seed, error) for at, of in self.errors.items()
+                 if group_of(at) == group and at[1] != "bf16" for seed, error in
+                 of.items() if math.isfinite(error)]
+        if group[1] == "late" or len(cells) < 2:
+            return 0.0, 0
+        rows, seeds, errors = zip(*cells)
+        effects = np.array([[*(row == other for other in sorted({*rows})),
+                             *(seed == other for other in sorted({*seeds}))]
+                            for row, seed in zip(rows, seeds)], dtype=float)
+        fitted, _, rank, _ = np.linalg.lstsq(effects, np.array(errors), rcond=None)
+        df = len(errors) - int(rank)
+        return ((errors - effects @ fitted) ** 2).sum() / max(df, 1), df
+
+    def contrast(self, weights):
+        """The mean of these sums and its 95% interval; None if no seed has all."""
+        mean, error, df = self.estimate(weights)
+        if math.isnan(mean):
+            return None
+        return mean, None if error is None else quantile(round(df, 2)) * error
+
+    def p(self, weights):
+        """How likely a difference at least as large is by chance. It is noted."""
+        mean, error, df = self.estimate(weights)
+        if error is None:
+            return None
+        at = tuple(sorted(weights.items(), key=str))
+        self.tested[at] = tail(abs(mean) / max(error, 1e-300), df)
+        return self.tested[at]
+
+    def correct(self):
+        """Note which of the differences that were tested remain settled if one counts
+        how many they are: Holm's correction, by which one in twenty times a single one
+        is settled by chance."""
+        left = len(self.tested)
+        for at, p in sorted(self.tested.items(), key=lambda found: found[1]):
+            if p > 0.05 / left:
+                break
+            self.lasting.add(at)
+            left -= 1
 
     def cell(self, weights):
         """What was found in %. A row's loss error has its number of seeds."""
@@ -551,17 +837,19 @@ class Results:
             found += f" ({len(self.sums(weights))})"
         return found
 
-    def effect(self, weights):
+    def effect(self, weights, words=("hurts", "helps")):
         """The same of a difference, with a word on what it does to the loss, if there
-        is more than one seed."""
+        is more than one seed. "hurts?" is settled alone, but not among all that were
+        tested: see correct()."""
         mean, half = self.contrast(weights) or (None, None)
         if mean is None:
             return ""
-        found = f"{'+' * (round(mean, 4) > 0)}{text((mean, half))}"
-        if half is None:
+        found, p = f"{'+' * (round(mean, 4) > 0)}{text((mean, half))}", self.p(weights)
+        if p is None:
             return found
-        said = "hurts" if mean > 0 else "helps"
-        return f"{found}: {said if abs(mean) > half else 'not settled'}"
+        lasts = tuple(sorted(weights.items(), key=str)) in self.lasting
+        said = words[0] if mean > 0 else words[-1]
+        return f"{found}: {said + '?' * (not lasts) if p < 0.05 else 'not settled'}"
 
     def reduction(self, model):
         """By what part of itself e2m1's loss error is smaller with ufp4."""
@@ -578,6 +866,19 @@ class Results:
                 found.setdefault(r["row"], []).append((r["slope"], r["noise"]))
         return {row: tuple(map(statistics.mean, zip(*of))) for row, of in found.items()}
 
+def group_of(at):
+    """Which loss errors have one variance: those of a model, under one use, that start
+    at the same step."""
+    model, row, *use = at
+    kind = "late" if "-late-" in row else "early" if row.endswith("-early") else ""
+    return model, kind, *use
+
+def corrected(results, make):
+    """make(results), tables, after correct()."""
+    make(results)
+    results.correct()
+    return make(results)
+
 # ---- Tables ----
 
 def tables_of(results, studies=STUDIES):
@@ -586,14 +887,23 @@ def tables_of(results, studies=STUDIES):
     for name, study in studies.items():
         make = rows_table if len(study.models) == 1 else models_table
         tables[name] = make(results, study)
+        for marker, more in MORE_TABLES.get(name, {}).items():
+            tables[marker] = more(results, next(iter(study.models)))
     for name, model in (("two-by-two", "dense-0.3m"), ("two-by-two-nano", "nano")):
-        if all((model, row) in results.errors for row in STUDIES["quick"].rows):
+        if all((model, row) in results.errors for row in SQUARE):
             tables[name] = two_by_two_table(results, model)
     return tables
 
-def without_blanks(table):
-    """The table without columns that have nothing below their head."""
-    columns = [column for column in zip(*table) if any(column[1:])]
+def page_tables(results):
+    """The tables of the page. Only together do they say how much was tested."""
+    return tables_of(results) | {"pairs": pairs_table(results)}
+
+def without_blanks(table, names=1):
+    """The table without lines that have nothing but their names, which are the first
+    cells, and without columns that have nothing below their head."""
+    head, *lines = table
+    lines = [line for line in lines if any(line[names:])]
+    columns = [column for column in zip(head, *lines) if any(column[1:])]
     return [list(row) for row in zip(*columns)]
 
 def rows_table(results, study):
@@ -611,11 +921,13 @@ def rows_table(results, study):
                 f"`{base}`" if minus else "", minus,
                 "" if noise is None else f"{100 * noise:.3f}",
                 "" if slope is None else f"{slope:.4f}",
+                results.cell({(model, row, "bf16", "validation"): 1}).split(" (")[0],
                 beyond_line(results, model, row) if study.beyond else "",
                 rows[row] if isinstance(rows, dict) else ""])
     return without_blanks([
         ["row", f"`{model}`: loss error, % (seeds)", "against", "minus that, %",
-         "noise of fprop, %", "slope of fprop", "beyond the line, %", "the paper"],
+         "noise of fprop, %", "slope of fprop", "weights used in BF16, %",
+         "beyond the line, %", "the paper"],
         *lines])
 
 def beyond_line(results, model, row):
@@ -667,19 +979,140 @@ def two_by_two_table(results, model, head=("loss error, % (seeds)",
     def effect(weights):
         return results.effect(on(model, weights))
 
-    both = effect(INTERACTION).split(":")[0]
+    both = results.effect(on(model, INTERACTION), ("settled",))
     return [[*head, "what the rotation does"],
             *([fmt.upper(), results.cell({(model, plain): 1}),
                results.cell({(model, rotated): 1}), effect({rotated: 1, plain: -1})]
               for fmt, (plain, rotated) in TWO_BY_TWO.items()),
             ["what the uniform grid does", effect({e1m2: 1, e2m1: -1}),
-             effect({e1m2_rht: 1, e2m1_rht: -1}), f"interaction: {both}"]]
+             effect({e1m2_rht: 1, e2m1_rht: -1}), f"interaction {both}"]]
 
 def pairs_table(results, pairs=PAIRS):
     """What each change of e2m1 does, and both, for several models."""
-    lines = [[name, *(results.effect(on(model, change)) for change in CHANGES.values()),
-              text(results.reduction(model), 0)] for model, name in pairs.items()]
+    lines = []
+    for model, name in pairs.items():
+        changes = [on(model, change) for change in CHANGES.values()]
+        lines.append([name, *map(results.effect, changes[:-1]),
+                      results.effect(changes[-1], ("settled",)),
+                      text(results.reduction(model), 0)])
     return [["change of `e2m1`, %", *CHANGES, "`ufp4` smaller by, %"], *lines]
+
+# What the weights keep. We wrote down before the runs what each outcome would mean:
+#
+# - The weights decide: under each use, also those that were not trained under, the
+#   order of the recipes is the same. Then train in UFP4, and use the weights in what
+#   the hardware has.
+# - Matching decides: each use is best for weights that were trained under it. Models
+#   adapt to their own rounding. Then train in what you will use.
+# - Use decides: weights that never saw 4 bits already show the order. Then it is enough
+#   to round after training in BF16, and no training is needed to choose a format.
+#
+# parts_table() measures these three: how much of the lead each makes.
+
+def matrix_table(results, model, text="validation"):
+    """Loss errors of weights trained under one recipe (lines) and used under another
+    (columns). The last line says what training in UFP4 is worth in each use."""
+    lines = [[f"`{row}`", *(results.cell({(model, row, use, text): 1}).split(" (")[0]
+                            for use in USES)] for row in ("bf16", *TRAINED)]
+    lines.append(["`ufp4` minus `e2m1`", *(results.effect({
+        (model, "ufp4", use, text): 1, (model, "e2m1", use, text): -1})
+        for use in USES)])
+    return without_blanks([
+        ["trained under; used under:", *(f"`{use}`" for use in USES)], *lines])
+
+def other_matrix_table(results, model):
+    return matrix_table(results, model, "other code")
+
+def parts_table(results, model):
+    """By how much e2m1, trained and used, is above ufp4, trained and used; and what
+    makes it.
+
+    With L(trained, used), the part of training is the mean over both uses of L(e2m1, .)
+    - L(ufp4, .), that of use the mean over both trainings of L(., e2m1) - L(., ufp4).
+    Their sum is the lead. Matching is by how much the two crossed cells are above the
+    two matched ones, in the mean."""
+    lines = []
+    for text in ("validation", "other code"):
+        def at(signs):
+            cells = [(trained, used) for trained in ("e2m1", "ufp4")
+                     for used in ("e2m1", "ufp4")]
+            return {(model, *cell, text): sign / 2 for cell, sign in zip(cells, signs)}
+        afterwards = {(model, "bf16", use, text): sign for use, sign in GAP.items()}
+        lines.append([text, *(results.effect(weights, ("settled",)) for weights in (
+            at((2, 0, 0, -2)), at((1, 1, -1, -1)), at((1, -1, 1, -1)),
+            at((-1, 1, 1, -1)), afterwards))])
+    return without_blanks([
+        ["text", "lead of `ufp4`, %", "made by training", "by use", "by matching",
+         "if `bf16` is trained"], *lines])
+
+def columns_table(results, model):
+    """The two by two in 4 bits, and its two parts: what is wrong with the weights,
+    which is their loss error in BF16, and what the forward pass in 4 bits adds."""
+    lines = []
+    for start, rows in (("last third", SQUARE), ("after warm-up", EARLY)):
+        changes = [{rows[SQUARE.index(row)]: weight for row, weight in change.items()}
+                   for change in CHANGES.values()]
+        for what, signs in (("in 4 bits", (1, 0)), ("weights, in BF16", (0, 1)),
+                            ("forward pass", (1, -1))):
+            def at(weights):
+                found = {(model, row): signs[0] * w for row, w in weights.items()}
+                found |= {(model, row, "bf16", "validation"): signs[1] * w
+                          for row, w in weights.items()}
+                return {place: w for place, w in found.items() if w}
+            lines.append([start, what, *(results.cell(at({row: 1})).split(" (")[0]
+                                         for row in rows),
+                          *(results.effect(at(change)) for change in changes[:-1]),
+                          results.effect(at(changes[-1]), ("settled",))])
+    return without_blanks([
+        ["4 bits from", "loss error, %", *(f"`{row}`" for row in SQUARE), *CHANGES],
+        *lines], 2)
+
+def healing_table(results, model):
+    """Loss errors of runs that end in BF16, by how many steps, and of averages of the
+    weights over the last tenth of the steps."""
+    def places(row):
+        used = (model, row, "bf16", "validation")
+        yield "none, used in 4 bits", (model, row)
+        yield "none", used
+        for steps in HEALINGS:
+            yield f"{steps} steps", (model, f"{row}-late-bf16-{steps}")
+        yield "average, used in 4 bits", (model, row, row, "averaged")
+        yield "average", (model, row, "bf16", "averaged")
+    lines = []
+    for at in zip(*map(places, HEALED)):
+        (name, e2m1), (_, ufp4), (_, nvfp4) = at
+        lines.append([name, *(results.cell({place: 1}) for _, place in at),
+                      results.effect({e2m1: 1, ufp4: -1}),
+                      results.effect({nvfp4: 1, ufp4: -1})])
+    return without_blanks([
+        ["the end in BF16", *(f"`{row}`, % (seeds)" for row in HEALED),
+         "`e2m1` minus `ufp4`", "`nvfp4` minus `ufp4`"], *lines])
+
+def gaps_table(results, model):
+    """By how much training losses are above BF16's, in eighths of the 4-bit steps."""
+    gaps, lines = {}, []
+    for r in results.runs:
+        if r["model"] == model and r.get("gaps"):
+            gaps.setdefault(r["row"], {})[r["seed"]] = np.array(r["gaps"])
+    for start, rows in (("last third", SQUARE), ("after warm-up", EARLY)):
+        if not all(row in gaps for row in rows):
+            continue
+        for row, name in zip(rows, SQUARE):
+            mean = np.mean([*gaps[row].values()], 0)
+            lines.append([start, f"`{name}`", *(f"{100 * gap:.2f}" for gap in mean)])
+        ours, theirs = (gaps[rows[SQUARE.index(name)]] for name in ("ufp4", "e2m1"))
+        lead = [theirs[seed] - ours[seed] for seed in sorted(ours.keys() & theirs)]
+        lines.append([start, "`e2m1` minus `ufp4`",
+                      *(text(interval([*of])) for of in zip(*lead))])
+    return without_blanks([
+        ["4 bits from", "training loss above `bf16`, %",
+         *(f"{n}/8" for n in range(1, 9))], *lines], 2)
+
+MORE_TABLES = {
+    "use": {"matrix": matrix_table, "matrix-other": other_matrix_table,
+            "parts": parts_table, "columns": columns_table, "gaps": gaps_table},
+    "early": {"columns": columns_table, "gaps": gaps_table},
+    "heal": {"healing": healing_table}}
 
 # ---- Figures ----
 
@@ -785,29 +1218,37 @@ def records_of(args, jobs, old):
         models[name] = {"flags": flags,
                         "parameters": sum(p.numel() for p in model.parameters()),
                         "bytes": s.steps * s.batch_size * s.seq_len}
-    for (name, row, seed), result in found.items():
-        runs[name, row, seed] = {
+    for job in jobs:
+        name, row, seed = job.key
+        runs[job.key] = {
             "model": name, "row": row, "seed": seed, "machine": len(old["machines"]),
-            "bf16": found[name, "bf16", seed]["loss"], **result}
+            "bf16": found[name, "bf16", seed]["loss"], **found[job.key],
+            "gaps": job.gaps()}
     return {"models": models, "machines": [*old["machines"], machine()],
             "runs": [runs[at] for at in sorted(runs)]}
 
 def jobs_of(args, study):
     """The jobs of a study. ValueError for a model or row that there is not."""
-    before = [row.split("-late-")[0] for row in study.rows if "-late-" in row]
-    rows, jobs = dict.fromkeys(("bf16", *before, *study.rows)), []
+    jobs = {}
     for model in args.models or study.models:
         ufp4.lookup("model", model, dict.fromkeys(study.models))
-        for row in rows:
-            ufp4.lookup("row", row, RECIPES | ROWS)
-            for seed in range(args.seeds or (1 if args.study == "quick" else 5)):
-                jobs.append(Job(args, model, row, seed))
-    return jobs
+        for row in ("bf16", *study.rows):
+            if row not in ROWS:
+                ufp4.lookup("row", row.split()[0], RECIPES)
+            for n in range(args.seeds or len(study.seeds)):
+                job = job_of(args, jobs, model, row, study.seeds.start + n)
+                job.uses["validation"] = study.uses
+                if len(study.uses) > 1:
+                    job.uses["other code"] = study.uses
+                if row in study.averaged:
+                    job.uses["averaged"] = row, "bf16"
+                    job.kept |= {*averaged_steps(job.settings)}
+    return [*jobs.values()]
 
 # Flags of train.py that a study sets itself
 SET_BY_STUDY = {"--seed", "--recipe", "--model", "--out", "--overwrite", "--resume",
                 "--init", "--prompt", "--export", "--dry-run", "--eval-interval",
-                "--eval-windows", "--save-interval", "--keep"}
+                "--eval-windows", "--save-at"}
 
 def bench_study(args):
     """Train what is not there yet; print and draw what the runs say."""
@@ -833,8 +1274,11 @@ def bench_study(args):
         save(RECORDS / "runs.json", records)
         return bench_readme(args)
     results = Results(records)
-    for table in tables_of(results, {args.study: study}).values():
-        print_table(table)
+    tables = corrected(results, functools.partial(tables_of, studies={
+        args.study: study}))
+    for table in tables.values():
+        if len(without_blanks(table)) > 1:
+            print_table(table)
     if {job.seed for job in jobs} == {0}:
         print("One seed settles nothing. --seeds 5 tells more.")
     if args.study == "quick" and set(study.rows) >= set(STUDIES["quick"].rows):
@@ -955,7 +1399,6 @@ def draw_sqnr(fig, medians):
 WINDOW = 512                                    # tokens
 BATCH = 4                                       # windows of a forward pass, and a step
 SAMPLE = 2                                      # windows for noise and gradients
-SQUARE = sum(TWO_BY_TWO.values(), ())           # the four rows of the two by two
 FULL = STUDIES["loss"].rows
 LM_GROUPS = STUDIES["loss"].groups | {"ufp4-weights": (
     "ufp4-weights", "ufp4-weights-rht-wgrad", "e2m1-weights", "e2m1-full-rht-weights")}
@@ -1049,13 +1492,14 @@ def windows_of(args, tokenizer):
 
 def paired(losses):
     """Results that take windows for seeds, from {row: losses of windows}. A loss error
-    is the mean difference to BF16, in % of BF16's mean loss."""
+    is the mean difference to BF16, in % of BF16's mean loss. (Rows that raise the loss
+    more differ more from window to window, so they have no deviation in common.)"""
     bf16 = losses["bf16"]
     mean = statistics.mean(bf16)
     return Results({"models": {}, "runs": [
         {"model": "lm", "row": row, "seed": window, "bf16": mean,
          "loss": mean + loss - bf16[window]}
-        for row in losses for window, loss in enumerate(losses[row])]})
+        for row in losses for window, loss in enumerate(losses[row])]}, pooled=False)
 
 def gradients(lm, windows):
     """{layer: dW of the mean loss} of the linear layers that follow a recipe."""
@@ -1102,8 +1546,13 @@ def bench_lm(args):
     figure(folder / "lm.png", (14, 7), draw_lm, record)
 
 def lm_tables(record):
+    """The tables of bench_lm, from its record."""
+    return corrected(paired(record["losses"]), lambda results: lm_tables_of(
+        record, results))
+
+def lm_tables_of(record, results):
     losses, noises, cosines = (record[of] for of in ("losses", "noise", "cosines"))
-    results, rows = paired(losses), [
+    rows = [
         ["row", "loss", "perplexity", "loss error, % (windows)", "against",
          "minus that, %", "noise of fprop, %", "slope of fprop"]]
     for base, row in (("bf16", "bf16"), *((base, row) for base, group in
@@ -1177,8 +1626,8 @@ def train_lm(args, lm, windows, others, about):
         bf16 = np.mean([loss[what, "bf16", seed] for seed in range(args.seeds)])
         table.append([name, f"{bf16:.4f}",
                       *(results.cell({(what, row): 1}) for row in SQUARE)])
-    finish(args, "lm-train", {"lm-train": table,
-                              "lm-train-pairs": pairs_table(results, whats)},
+    pairs = corrected(results, functools.partial(pairs_table, pairs=whats))
+    finish(args, "lm-train", {"lm-train": table, "lm-train-pairs": pairs},
            {**about, "runs": [{"row": row, "seed": seed, **run}
                               for (row, seed), run in runs.items()]})
 

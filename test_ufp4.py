@@ -1494,6 +1494,16 @@ def test_train_a_trained_model_is_loaded_and_exported(settings, text, tmp_path):
     with pytest.raises(ValueError, match="can't read the settings in .*no.pt"):
         train.load(tmp_path / "no.pt")
 
+def test_train_checkpoints_of_named_steps_are_kept(settings):
+    train.train(s := settings("--recipe", "ufp4", "--keep", "1", "--save-at", "3,5"))
+    assert [path.name for path in train.checkpoints(s.out)] == [
+        "ckpt-0000003", "ckpt-0000005", f"ckpt-{s.steps:07d}"]
+    used = train.load(s.out, recipe="e2m1")     # its weights under another recipe
+    layers = [m for m in used.modules() if isinstance(m, ufp4.Linear)]
+    assert {layer.recipe.name for layer in layers} == {"e2m1"}
+    with pytest.raises(ValueError, match="--save-at takes steps, .* not '3;5'"):
+        settings("--save-at", "3;5")
+
 @pytest.mark.parametrize("keep, kept", [(1, [8]), (3, [4, 6, 8]), (0, [2, 4, 6, 8])])
 def test_train_keeps_so_many_checkpoints(settings, keep, kept):
     train.train(s := settings("--recipe", "bf16", "--keep", str(keep)))
@@ -2131,6 +2141,68 @@ def test_bench_the_slope_of_what_is_rounded_to_nearest_is_set(name, wanted, like
     sr, plain = (RECIPES[r].quantizer("dy", "dgrad") for r in (name, like))
     assert torch.equal(sr(x, rand), plain(x, rand))
 
+def test_bench_the_scales_of_hifloat4():
+    """Number by number, as arXiv 2602.11287 defines them. 80 numbers are a whole unit
+    of 64 and a part of one."""
+    def scales(unit):
+        s = max(map(abs, unit)) / 7             # 1.75, times 2 for 8 and 2 for 4
+        mantissa, exponent = math.frexp(s)
+        s = min(max(round(mantissa * 8) / 8 * 2.0**exponent, 2.0**-48), 49152.0)
+        for eight in (unit[i:i + 8] for i in range(0, len(unit), 8)):
+            s_8 = s * (2 if max(map(abs, eight)) >= 4 * s else 1)
+            for four in eight[:4], eight[4:]:
+                yield s_8 * (2 if max(map(abs, four)) >= 2 * s_8 else 1)
+
+    x = randn(40, 80) * (2 * randn(40, 80, seed=1)).exp()
+    amax = x.unflatten(-1, (-1, 4)).abs().amax(-1, keepdim=True)
+    expected = [[*scales(row[:64]), *scales(row[64:])] for row in x.tolist()]
+    found = bench.scale_hif4(amax, E1M2.max)
+    assert found.squeeze(-1).tolist() == expected
+    assert len({*(found / found.amin(1, keepdim=True)).flatten().tolist()}) > 3
+    zeros, infinite = torch.zeros(1, 16, 1), torch.full((1, 16, 1), math.inf)
+    q = RECIPES["ufp4-hif4"].quantizer("x", "fprop")
+    assert not q(torch.zeros(2, 64)).any()
+    assert bench.scale_hif4(zeros, 1.75).eq(2.0**-48).all()
+    assert bench.scale_hif4(infinite, 1.75).isnan().all()
+
+def test_bench_the_nearest_power_and_the_better_of_two_formats():
+    amax = torch.tensor([1.75, 1.75 * 1.41, 1.75 * 1.42, 0.0, math.inf, 1e-3])
+    s = bench.scale_power(amax, 1.75)
+    assert s[:3].tolist() == [1, 1, 2] and 0 < s[3] < 1e-37 and s[4].isnan()
+    assert s[5] == 2.0 ** round(math.log2(1e-3 / 1.75))
+    # Two blocks: of 4 and 6 the first needs 6, the second, 4, 3 and small, needs 4
+    x = torch.tensor([[6.0, 5.9, *14 * [0.3]], [4.0, 3.0, *14 * [1.5]]])
+    for operand, rand in (("x", None), ("dy", torch.rand(2, 16, generator=gen()))):
+        q = RECIPES["four-over-six"].quantizer(operand, "fprop")
+        both = [Quantizer(fmt, stochastic=q.stochastic)(x, rand)
+                for fmt in (q.fmt, q.other)]
+        assert q.other.max == 4 and q.fmt.max == 6
+        errors = [(Quantizer(fmt)(x) - x).square().sum(-1) for fmt in (q.fmt, q.other)]
+        best = torch.where((errors[1] < errors[0])[:, None], both[1], both[0])
+        assert torch.equal(q(x, rand), best)
+        assert not torch.equal(best, both[0]) and not torch.equal(best, both[1])
+
+def test_bench_weights_are_used_under_other_recipes(settings):
+    """The loss under its own recipe is that of the run itself. An average over steps is
+    the mean of their weights."""
+    train.train(s := settings("--recipe", "ufp4", "--save-at", "5,6"))
+    own = train.read_log(Path(s.out) / "log.jsonl")[-1]["val_loss"]
+    last = Path(s.out) / f"ckpt-{s.steps:07d}"
+    found = bench.losses_under(last, ["ufp4", "bf16", "ufp4-rht-wgrad"], s.eval_windows)
+    assert found["ufp4"] == own and len({*found.values()}) == 3
+    assert max(found.values()) - min(found.values()) < 0.1
+    steps = [5, 6, s.steps]
+    model, each = train.load(last), [train.load(last.with_name(f"ckpt-{step:07d}"))
+                                     for step in steps]
+    bench.average_weights(model, last.parent, steps)
+    for name, value in model.state_dict().items():
+        mean = torch.stack([of.state_dict()[name].double() for of in each]).mean(0)
+        assert torch.allclose(value, mean.float(), rtol=0, atol=1e-7)
+    averaged = bench.losses_under(last, ["bf16"], s.eval_windows, "averaged", steps)
+    assert averaged["bf16"] != found["bf16"]
+    other = bench.losses_under(last, ["bf16"], s.eval_windows, "other code")
+    assert other["bf16"] != found["bf16"]
+
 def test_bench_every_row_is_another_and_fits_its_models():
     plain = results("ufp4")
     for name, study in bench.STUDIES.items():
@@ -2138,7 +2210,8 @@ def test_bench_every_row_is_another_and_fits_its_models():
             for row in study.rows:
                 s = train.parse_args([*bench.MODELS[model], *bench.row_flags(row),
                                       "--device", "cpu"])
-                if name != "repair":                # these differ by block or step
+                if name not in ("repair", "heal", "early", "early-changes"):
+                    # (those differ by block or step)
                     same = not differ(plain, results(train.make_recipe(s)))
                     assert same == (row == "ufp4"), row
             if model in bench.SCALING:                  # as named, 20 bytes each
@@ -2153,30 +2226,65 @@ def test_bench_every_row_is_another_and_fits_its_models():
         assert differ(plain, ours) == gemm[0]
         assert torch.equal(ours[gemm], results("e2m1-full-rht")[gemm])
 
-def of(**models):
+def of(pooled=False, **models):
     """Results with these {row: loss errors by seed} of models; None diverged."""
     runs = [{"model": model, "row": row, "seed": seed, "bf16": 2.0,
              "loss": None if error is None else 2.0 * (1 + error)}
             for model, rows in models.items()
             for row, errors in rows.items() for seed, error in enumerate(errors)]
-    return bench.Results({"models": {}, "runs": runs})
+    return bench.Results({"models": {}, "runs": runs}, pooled)
 
 def test_bench_loss_errors_are_paired_by_seed_and_signed():
     r = of(m={"a": (0.01, 0.05, 0.03), "b": (0.02, 0.08), "c": (None, 0.2)})
-    assert r.cell({("m", "b"): 1}) == "5.00 ± 38.13 (2)"
+    assert r.cell({("m", "b"): 1}) == "5.00 ± 38.12 (2)"
     assert r.cell({("m", "c"): 1}) == "inf (2)" and r.cell({("m", "none"): 1}) == ""
     mean, half = r.contrast(bench.on("m", {"b": 1, "a": -1}))     # over seeds 0 and 1
-    assert (mean, half) == pytest.approx((0.02, 12.71 * 0.01))
-    expected = 2.5, 3.182 * math.sqrt(5 / 3 / 4)    # t(3, 0.975) s / sqrt(4)
+    assert (mean, half) == pytest.approx((0.02, 12.706 * 0.01), rel=1e-4)
+    expected = 2.5, 3.182446 * math.sqrt(5 / 3 / 4)      # t(3, 0.975) s / sqrt(4)
     assert bench.interval([1.0, 2.0, 3.0, 4.0]) == pytest.approx(expected)
 
 def test_bench_the_two_by_two_says_what_helps():
     r = of(m={"e2m1": (0.02, 0.03), "e2m1-full-rht": (0.024, 0.034),
               "ufp4-rht-wgrad": (0.021, 0.033), "ufp4": (0.015, 0.027)})
-    _, (*_, e2m1), (*_, e1m2), (_, *others) = bench.two_by_two_table(r, "m")
+    _, (*_, e2m1), (*_, e1m2), (_, *others) = bench.corrected(
+        r, lambda r: bench.two_by_two_table(r, "m"))
     assert (e2m1, e1m2) == ("+0.40 ± 0.00: hurts", "-0.60 ± 0.00: helps")
     assert others == ["+0.20 ± 1.27: not settled", "-0.80 ± 1.27: not settled",
-                      "interaction: -1.00 ± 0.00"]
+                      "interaction -1.00 ± 0.00: settled"]
+
+def test_bench_rows_of_a_model_share_one_standard_deviation():
+    """With two effects, of row and seed: the closed form of a full table."""
+    errors = randn(4, 5)
+    rows = dict(zip("abcd", errors.tolist())) | {"a-late-b": (1.0, 2, 3, 9, 5)}
+    r, own = of(True, m=rows), of(m=rows)
+    rest = errors - errors.mean(0) - errors.mean(1, keepdim=True) + errors.mean()
+    variance = rest.square().sum() / (3 * 4)
+    found = r.contrast(bench.on("m", {"a": 1, "b": -1}))
+    t_12 = 2.1788
+    assert found == pytest.approx(((errors[0] - errors[1]).mean().item(),
+                                   t_12 * math.sqrt(variance * 2 / 5)), rel=1e-4)
+    # A row's own error has its own, and so has a row that ends in BF16
+    for weights in {"a": 1}, {"a-late-b": 1, "b": -1}:
+        weights = bench.on("m", weights)
+        assert r.contrast(weights) == own.contrast(weights)
+
+def test_bench_what_is_settled_among_all_that_is_tested():
+    """Student's t against its table and its closed form; Holm's correction by hand."""
+    for df, t in ((1, 12.706), (2, 4.303), (4, 2.776), (10, 2.228), (30, 2.042)):
+        assert bench.quantile(df) == pytest.approx(t, abs=6e-4)
+    for t in (0.3, 2.0, 30.0):
+        assert bench.tail(t, 1) == pytest.approx(1 - 2 / math.pi * math.atan(t))
+        assert bench.tail(t, 2) == pytest.approx(1 - t / math.sqrt(2 + t * t))
+    r = of(m={"a": (0.01, 0.02)})
+    r.tested = {"a": 0.001, "b": 0.03, "c": 0.04, "d": 0.012}
+    r.correct()             # at most 0.05 / 4, then / 3, but not / 2
+    assert r.lasting == {"a", "d"}
+    # One alone is settled, among many it is not
+    r = of(m={"ufp4": (0.0, 0.0, 0.0), "a": (0.01, 0.012, 0.017)})
+    weights = bench.on("m", {"a": 1, "ufp4": -1})
+    assert bench.corrected(r, lambda r: r.effect(weights)) == "+1.30 ± 0.90: hurts"
+    r.tested, r.lasting = {n: 0.9 for n in range(50)}, set()
+    assert bench.corrected(r, lambda r: r.effect(weights)) == "+1.30 ± 0.90: hurts?"
 
 def test_bench_what_lies_beyond_the_line_of_doses():
     """Doses on a line have nothing beyond it, a recipe has what it is off by."""
@@ -2202,11 +2310,15 @@ def test_bench_doses_have_the_noise_that_they_say():
             assert power.mean() == pytest.approx(times, rel=0.02)
 
 def test_bench_a_late_row_goes_on_with_the_recipe_that_it_helps(elsewhere):
-    args = types.SimpleNamespace(train=[], file=None, study="repair")
-    late, first = (bench.Job(args, "dense-0.3m", row, 3)
-                   for row in ("nvfp4-late-bf16", "nvfp4"))
-    assert late.base.saved == first.saved and late.first == 2205 == 2645 - late.steps
+    args, jobs = types.SimpleNamespace(train=[], file=None, study="repair"), {}
+    first, late, later, early = (
+        bench.job_of(args, jobs, "dense-0.3m", row, 3) for row in
+        ("nvfp4", "nvfp4-late-bf16", "nvfp4-late-bf16-30", "e2m1-early"))
+    assert late.base is later.base is first and late.first == 2205 == 2645 - late.steps
+    assert later.first == 2615 and first.kept == {2205, 2615, 2645}
     assert first.first == 1763 and late.wave == first.wave + 1
+    assert early.base is first.base and early.first == 80
+    assert first.base.kept == {80, 1763, 2645} and len(jobs) == 5
     s = train.parse_args(late.flags)
     assert s.recipe == "bf16" and s.seed == 3
 
@@ -2218,14 +2330,14 @@ def test_bench_the_growth_for_each_doubling_is_the_slope_of_a_line():
     slopes = np.polyfit([1, 2, 4], differences, 1)[0]
     mean, half = r.contrast(bench.doubling(sizes, {"a": 1, "b": -1}))
     assert mean == pytest.approx(slopes.mean())
-    assert half == pytest.approx(12.71 * slopes.std(ddof=1) / math.sqrt(2))
+    assert half == pytest.approx(12.706 * slopes.std(ddof=1) / math.sqrt(2), rel=1e-4)
 
 def test_bench_the_reduction_is_of_the_seeds_that_have_all():
     r = of(n={"e2m1": (0.01,), "ufp4": (0.006, 0.001)},
            o={"e2m1": (0.01, 0.02), "ufp4": (0.008, 0.014)},
            p={"e2m1": (0.01, 0.03), "ufp4": (0.01, None)})
     assert r.reduction("n") == (pytest.approx(0.4), None)
-    assert r.reduction("o") == pytest.approx((0.25, 12.71 * 0.05))
+    assert r.reduction("o") == pytest.approx((0.25, 12.706 * 0.05), rel=1e-4)
     assert r.reduction("p") == (-math.inf, None)
 
 @pytest.fixture
@@ -2287,12 +2399,18 @@ def test_bench_a_study_of_the_front_pages_experiment_end_to_end(
         line, = (line for line in said.splitlines() if line.startswith(f"`{row}`"))
         assert line.split()[1:3] == [f"{100 * error:.2f}", "(1)"] and abs(error) > 1e-4
     assert found["noisy"]["noise"] > found["ufp4"]["noise"]
-    # A bf16 run that was stopped after its rows' checkpoint keeps this one
+    # The weights of each were used in BF16, too. For bf16 this is what it was before
+    for path in bench.OUT.rglob("used.json"):
+        row, used = path.parent.name.split("-")[1], json.loads(path.read_text())
+        same = used["validation"]["bf16"] == found[row]["loss"]
+        assert same == (row == "bf16") and abs(used["validation"]["bf16"] - 3) < 2
+    # A bf16 run that lost the checkpoint that its rows start from makes it again
     folder, = bench.OUT.rglob("nano-bf16-*")
-    (folder / "result.json").unlink()
-    shutil.copytree(folder / "ckpt-0000020", folder / "ckpt-0000025")
+    first, last = (folder / f"ckpt-00000{step}" for step in (20, 30))
+    shutil.rmtree(first)
     bench.main(command)
-    assert train.checkpoints(folder) == [folder / "ckpt-0000020"]
+    assert train.checkpoints(folder) == [first, last]
+    assert json.loads((folder / "result.json").read_text()) == found["bf16"]
     # A changed file is another recipe; else nothing is left to do
     mine.write_text(code.replace("0.04", "0.4"))
     bench.main(command)
@@ -2309,13 +2427,16 @@ def test_bench_a_job_that_fails_is_said_and_other_seeds_go_on(elsewhere, monkeyp
     def command(job):
         end = "sys.exit(3)" if job.seed else "sys.exit('train.py: no space left')"
         if job.row == "bf16" and job.seed < 2:
-            job.saved.mkdir(parents=True)
+            for step in job.kept:
+                job.saved(step).mkdir(parents=True)
+                (job.saved(step) / ".metadata").touch()
             log = '{"settings": {}, "start": 0}\n{"step": 9, "val_loss": 2.5}\n'
             (job.folder / "log.jsonl").write_text(log)
             end = ""
         return [sys.executable, "-c", f"import sys; {end}"]
 
     monkeypatch.setattr(bench.Job, "command", command)
+    monkeypatch.setattr(bench.Job, "unused", lambda job: {})
     for flags, why in (("--seeds 3 --clip 1", "bf16, seed 2: "),    # must not diverge
                        ("--seeds 2 --clip .1", "ufp4, seed 0: no space left")):
         with pytest.raises(SystemExit, match=why):
@@ -2328,7 +2449,7 @@ def test_bench_a_job_that_fails_is_said_and_other_seeds_go_on(elsewhere, monkeyp
 def test_bench_new_runs_join_the_records():
     old, args = bench.read("runs"), types.SimpleNamespace(train=[])
     jobs = [types.SimpleNamespace(key=("nano", row, 9), result=lambda loss=loss: {
-        "loss": loss}) for row, loss in (("bf16", 2.0), ("new", 3.0))]
+        "loss": loss}, gaps=list) for row, loss in (("bf16", 2.0), ("new", 3.0))]
     records = bench.records_of(args, jobs, old)
     assert bench.Results(records).errors["nano", "new"] == {9: 0.5}
     assert len(records["runs"]) == len(old["runs"]) + 2

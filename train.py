@@ -332,6 +332,8 @@ class Config:
     log_interval: int = setting(10, "steps between lines of the log")
     save_interval: int = setting(100, "steps between checkpoints")
     keep: int = setting(2, "how many checkpoints to keep; 0: all")
+    save_at: str = setting(None, "also save at these steps, such as 500,900, and keep "
+                                 "these checkpoints")
     # The preset gives these, unless a flag does
     data: str = setting(None, "python, shakespeare, fineweb, a text file, or a folder "
                               "of token files")
@@ -371,6 +373,11 @@ class Config:
             value = getattr(self, name)
             require(value is None or value > 0, f"{flag(name)} must be above 0, not "
                     f"{value}")
+        try:
+            self.steps_to_save
+        except ValueError:
+            raise ValueError("--save-at takes steps, such as 500,900, not "
+                             f"{self.save_at!r}") from None
         for name in ("seed", "lr", "warmup", "clip", "final_lr_frac", "max_new_tokens",
                      "eval_interval", "keep", "weight_decay", "grad_accum"):
             value = getattr(self, name)
@@ -404,6 +411,11 @@ class Config:
     def micro_steps(self):
         """How many micro-batches make a step."""
         return self.grad_accum or max(1, self.batch_size // (self.dry_run or WORLD))
+
+    @property
+    def steps_to_save(self):
+        """The steps of --save-at."""
+        return [int(step) for step in self.save_at.split(",")] if self.save_at else []
 
 # Flags that say what to do now. A run that is resumed does not inherit them
 COMMANDS = ("out", "overwrite", "resume", "init", "prompt", "export", "dry_run")
@@ -664,8 +676,8 @@ def load_weights(path, model):
         load_checkpoint(path, {"model": model.state_dict()})
 
 def save(config, run, model, optimizer):
-    """Write ckpt-STEP, all processes together, and delete all but the last --keep. Of a
-    checkpoint that can't be written nothing is left."""
+    """Write ckpt-STEP, all processes together, and delete all but the last --keep and
+    those of --save-at. Of a checkpoint that can't be written nothing is left."""
     out = Path(config.out)
     path = out / f"ckpt-{run['step']:07d}"
     try:
@@ -684,7 +696,8 @@ def save(config, run, model, optimizer):
                       f"there); {what_is_saved(config)}") from e
     if RANK == 0 and config.keep:
         for old in checkpoints(out)[:-config.keep]:
-            shutil.rmtree(old)
+            if int(old.name[5:]) not in config.steps_to_save:
+                shutil.rmtree(old)
 
 def what_is_saved(config):
     """For whoever stops a run: its newest checkpoint, and how to go on."""
@@ -982,7 +995,8 @@ def train(config):
             last, trained = step == config.steps, step > start
             stops = in_any_process(stop.is_set())
             validates = (last or is_due(step, config.eval_interval)) and not stops
-            saves = trained and (last or stops or is_due(step, config.save_interval))
+            saves = trained and (last or stops or is_due(step, config.save_interval)
+                                 or step in config.steps_to_save)
             logs = trained and (validates or saves or is_due(step, config.log_interval))
             if logs:
                 # Only now wait for the device. The loss is averaged over the processes,
@@ -1062,12 +1076,14 @@ def check_finite(record, value):
 
 # --- A trained model -----------------------------------------------------------------
 
-def load(path, device="cpu"):
+def load(path, device="cpu", **settings):
     """The model of a run, of a checkpoint or of an exported file, for a notebook. Its
-    settings are in model.config."""
+    settings are in model.config. They are those of the run, but for `settings`: with
+    recipe="e2m1" its weights are used in E2M1."""
     path = find_checkpoint(path)
     run = read_run(path)
-    config = Config(**settings_of(run) | {"device": device, "compile": False})
+    settings = {"device": device, "compile": False} | settings
+    config = Config(**settings_of(run) | settings)
     import_with(config.with_)
     model, _ = build(config, make_recipe(config), run["vocab_size"])
     load_weights(path, model)
