@@ -12,6 +12,12 @@
     python bench.py study nano      more of them, on a larger model and less text
     python bench.py study rht-block   the size of the Hadamard matrix
     python bench.py study repair    what lowers the loss error most
+    python bench.py study use       weights trained under one recipe, used under another
+    python bench.py study early     the finding, with 4 bits right after warm-up
+    python bench.py study early-changes     single changes, from there
+    python bench.py study heal      how many steps of BF16 at the end undo the error
+    python bench.py study scales    block scales that hardware has, or will have
+    python bench.py use RUN     the weights of a run of yours under other recipes
     python bench.py sqnr DIR    which grid suits the tensors of a run, and the RHT
     python bench.py lm MODEL    a language model of Hugging Face's under each recipe
                                 (20 min for 135M parameters)
@@ -27,12 +33,13 @@
 studies but quick take hours. They keep each run, and go on after Ctrl-C. More flags are
 for train.py: `study loss --seeds 2 --steps 300` is a quick look.
 
-What is measured goes to out/bench. With --record it goes to data/results, and from
-there into the README.md beside it.
+What is measured goes to out/bench, in the folder where you stand. With --record it goes
+to data/results beside this file, and from there into the README.md there.
 """
 import argparse
 import collections
 import concurrent.futures
+import difflib
 import functools
 import hashlib
 import importlib.metadata
@@ -66,7 +73,8 @@ import ufp4
 from ufp4_prepare import encode, prepare, read_tokens, vocabulary   # by train.py
 from ufp4 import FORMATS, GEMMS, RECIPES, Quantizer, Recipe
 
-RECORDS, OUT = HERE / "data" / "results", HERE / "out" / "bench"
+# Runs and what is measured go to where one stands, as those of train.py do
+RECORDS, OUT = HERE / "data" / "results", Path("out") / "bench"
 
 # ---- Records, tables and figures ----
 
@@ -361,6 +369,7 @@ for row in (*EARLY, *sum(EARLY_CHANGES.values(), [])):
 # E1M2 rotated, ufp4-rht-wgrad E1M2 not rotated, e2m1-full-rht and e2m1 the same of E2M1
 TRAINED = (*SQUARE, "nvfp4", "ufp4-e4m3")
 USES = ("bf16", *TRAINED, "e2m1-weights", "ufp4-weights-rht-wgrad")
+SHORT_TEXTS = "validation text", "other code"       # 500 windows of each
 # With the RHT on all three GEMMs: E2M1, which shrinks or does not, and E1M2
 CAUSES = ("e2m1-full-rht", "e2m1-full-rht-debiased", "ufp4-shrunk", "ufp4")
 DOSES = ("ufp4", "ufp4-noise-1.25", "ufp4-noise-1.5", "ufp4-noise-2", "ufp4-noise-3")
@@ -385,7 +394,8 @@ class Study:
     beyond: bool = False            # whether there is a column of beyond_line()
     what: str = "model"             # what the models are called by
     seeds: range = range(5)
-    uses: tuple = ("bf16",)         # rows under which the trained weights are validated
+    uses: tuple = ()                # rows under which the trained weights are validated
+                                    # on SHORT_TEXTS, besides BF16 on the whole text
     averaged: tuple = ()            # rows whose weights are averaged at the end
 
     @property
@@ -598,7 +608,7 @@ class Job:
                 if int(path.name[5:]) not in self.kept:
                     shutil.rmtree(path)
         for text, rows in (self.unused() if result["loss"] else {}).items():
-            windows = 500 if text == "other code" else self.windows
+            windows = 500 if text in SHORT_TEXTS else self.windows
             steps = averaged_steps(self.settings) if text == "averaged" else ()
             given = str(self.saved(self.settings.steps)), rows, windows, text, steps
             code = (f"import json, sys; sys.path.insert(0, {str(HERE)!r})\n"
@@ -661,29 +671,51 @@ def other_code():
     files = sorted(Path(nn.__file__).parent.rglob("*.py"))
     return "\n".join(path.read_text() for path in files)
 
+def cost(job):
+    """About how long a job takes, in steps of BF16. One in 4 bits takes twice that."""
+    return job.steps * (1 if job.settings.recipe == "bf16" else 2)
+
 def run_all(args, jobs):
     """Run all jobs, args.jobs at a time: the bf16 runs, then the rows that start from
-    them, then the late rows. If one fails, the others of its kind go on."""
+    them, then the late rows. If one fails, all go on that do not start from it. Returns
+    what failed, as text."""
+    for model in dict.fromkeys(job.model for job in jobs):
+        rows = dict.fromkeys(job.row for job in jobs if job.model == model)
+        seeds = dict.fromkeys(job.seed for job in jobs)
+        print(f"{model}: {', '.join(rows)}; seeds {', '.join(map(str, seeds))}")
     there = sum(bool(job.result()) for job in jobs)
-    if there:
-        print(f"{there} of {len(jobs)} runs are there already, in {OUT / 'runs'}")
+    print(f"{len(jobs)} runs, of which {there} are there already, in {OUT / 'runs'}")
     waves = [[job for job in jobs if job.wave == wave] for wave in range(3)]
+    total = sum(job.steps for job in jobs)
+    slow = sum(map(cost, jobs)) / total         # the mean cost of a step
+    failed = []
     with (concurrent.futures.ThreadPoolExecutor(args.jobs) as pool,
-          tqdm(total=sum(job.steps for job in jobs), unit=" steps") as bar):
-        for wave in filter(None, waves):
-            threads = max(1, os.cpu_count() // min(args.jobs, len(wave)))
+          tqdm(total=total, unit=" steps") as bar):
+        def show():
+            """Move the bar by what is done, in steps of the mean cost."""
+            done = sum(cost(job) * job.done() / job.steps for job in jobs)
+            bar.update(round(done / slow) - bar.n)
+
+        for wave in waves:
+            wave = [job for job in wave if job.base is None or job.base.result()]
+            threads = max(1, os.cpu_count() // max(1, min(args.jobs, len(wave))))
             runs = [pool.submit(job.run, threads) for job in wave]
             try:
                 while concurrent.futures.wait(runs, 1).not_done:
-                    bar.update(sum(job.done() for job in jobs) - bar.n)
+                    show()
             except KeyboardInterrupt:
                 pool.shutdown(cancel_futures=True)
                 sys.exit("bench.py: stopped; the same command goes on from here")
-            bar.update(sum(job.done() for job in jobs) - bar.n)
-            failed = [str(error) for run in runs if (error := run.exception())]
-            if failed:
-                sys.exit("bench.py: " + "\nbench.py: ".join(failed)
-                         + "\nbench.py: the same command goes on from there")
+            show()
+            failed += [str(error) for run in runs if (error := run.exception())]
+    return "\n".join(f"bench.py: {error}" for error in failed)
+
+def try_rows(jobs):
+    """Make one step with each recipe of a user's, as an error would else come late."""
+    for job in {(job.model, job.row): job for job in jobs}.values():
+        if job.row not in ROWS and job.row.split()[0] not in OURS:
+            s = job.settings
+            training_step(s, train.make_recipe(s), vocabulary(s.data))()
 
 # ---- What the runs say: one statistic over {(model, row): weight} ----
 
@@ -1009,7 +1041,7 @@ def pairs_table(results, pairs=PAIRS):
 #
 # parts_table() measures these three: how much of the lead each makes.
 
-def matrix_table(results, model, text="validation"):
+def matrix_table(results, model, text=SHORT_TEXTS[0]):
     """Loss errors of weights trained under one recipe (lines) and used under another
     (columns). The last line says what training in UFP4 is worth in each use."""
     lines = [[f"`{row}`", *(results.cell({(model, row, use, text): 1}).split(" (")[0]
@@ -1021,7 +1053,7 @@ def matrix_table(results, model, text="validation"):
         ["trained under; used under:", *(f"`{use}`" for use in USES)], *lines])
 
 def other_matrix_table(results, model):
-    return matrix_table(results, model, "other code")
+    return matrix_table(results, model, SHORT_TEXTS[1])
 
 def parts_table(results, model):
     """By how much e2m1, trained and used, is above ufp4, trained and used; and what
@@ -1032,7 +1064,7 @@ def parts_table(results, model):
     Their sum is the lead. Matching is by how much the two crossed cells are above the
     two matched ones, in the mean."""
     lines = []
-    for text in ("validation", "other code"):
+    for text in SHORT_TEXTS:
         def at(signs):
             cells = [(trained, used) for trained in ("e2m1", "ufp4")
                      for used in ("e2m1", "ufp4")]
@@ -1119,45 +1151,83 @@ MORE_TABLES = {
 COLORS = {"e1m2": "#1f77b4", "e2m1": "#d62728"}
 
 def draw_causes(fig, results, model):
-    """Loss error against the noise of fprop, and against what fprop shrinks its outputs
-    by. Doses, which change only one of the two, are small squares without a name."""
+    """Left, loss error against the noise of fprop, with a line through the doses of
+    noise. Right, against what fprop shrinks its outputs by, doses of that alone."""
+    fig.suptitle("Noise in fprop raises the loss, shrinkage hardly does")
     left, right = fig.subplots(1, 2, sharey=True)
-    fprop, markers = results.fprop(model), iter("o^vDP*X<")
+    fprop = results.fprop(model)
     rows = [row for row in {*STUDIES["dose"].rows, *STUDIES["loss"].rows}
             if not row.endswith(("debiased", "shrunk"))]
-    found = {row: results.contrast({(model, row): 1}) for row in rows}
-    for row, (error, half) in sorted(found.items(), key=lambda at: -at[1][0]):
+    for row in sorted(rows):
+        error, half = (100 * value for value in results.contrast({(model, row): 1}))
         slope, noise = fprop[row]
-        dose = "-noise-" in row or "-slope-" in row
-        style = {"fmt": "s", "ms": 4} if dose else {"fmt": next(markers), "label": row}
-        style["color"] = COLORS["e1m2" if row.startswith("ufp4") else "e2m1"]
-        for ax, x, other in ((left, noise, "-slope-"), (right, 1 - slope, "-noise-")):
-            if other not in row:
-                ax.errorbar(100 * x, 100 * error, yerr=100 * half, lw=1, **style)
-    noises, errors = zip(*((100 * fprop[row][1], 100 * found[row][0]) for row in DOSES))
+        color = COLORS["e1m2" if row.startswith("ufp4") else "e2m1"]
+        style = {"yerr": half, "lw": 1, "color": color}
+        if "-noise-" in row:
+            left.errorbar(100 * noise, error, fmt="s", ms=4, **style)
+        elif "-slope-" not in row:
+            left.errorbar(100 * noise, error, fmt="o", **style)
+            away = {"ufp4-mx": (-48, -12), "mxfp4": (7, 4), "e2m1": (7, -10),
+                    "ufp4-rht-wgrad": (-76, 14)}.get(row, (7, -3))
+            left.annotate(row, (100 * noise, error), away, color=color, fontsize=9,
+                          textcoords="offset points")
+        if "-slope-" in row or row == "ufp4":
+            right.errorbar(100 * (1 - slope), error, fmt="s", ms=4, **style)
+            below = row == "ufp4" or "all" in row       # its name
+            away = -40 if "996" in row else -14, -18 if below else 10
+            right.annotate(row.removeprefix("ufp4-"), (100 * (1 - slope), error),
+                           away, fontsize=9, textcoords="offset points")
+    noises, errors = zip(*((100 * fprop[row][1],
+                            100 * results.contrast({(model, row): 1})[0])
+                           for row in DOSES))
     left.plot(noises, np.polyval(np.polyfit(noises, errors, 1), noises), lw=1)
-    fig.suptitle(f"{model}: what raises the loss? Small squares: doses")
-    fig.legend(*left.get_legend_handles_labels(), loc="outside right center")
-    left.set(xlabel="noise of fprop: error power, % of the outputs'",
-             ylabel="loss error above BF16, %")
-    right.set(xlabel="what fprop shrinks its outputs by, %")
+    left.set(xlabel="noise of fprop: error power, % of the outputs'\n"
+                    "(squares: ufp4 with added noise)",
+             ylabel="loss error above BF16, %", xlim=(0.35, 1.7), ylim=(1.2, None))
+    right.set(xlabel="what fprop shrinks its outputs by, %\n"
+                     "(ufp4, made to shrink)")
 
 def draw_hero(fig, results):
-    """Left, how sixteen numbers round to each grid before and after the RHT. Right, the
-    loss errors of the same four combinations."""
+    """Left, how sixteen numbers round to each grid before and after the RHT. Right,
+    what both changes of e2m1 do to the loss, alone and together."""
     left, right = fig.subfigures(1, 2, width_ratios=(1.25, 1), wspace=0.03)
     draw_sixteen(left)
-    draw_two_by_two(right, results, "dense-0.3m")
-    right.suptitle("Training: neither uniform grid nor\n"
-                   "rotation helps alone; the pair does")
+    draw_changes(right, results, "dense-0.3m")
+
+def draw_changes(fig, results, model):
+    """By how much changes of e2m1 change its loss, if the weights are used in 4 bits as
+    in training, and in BF16."""
+    fig.suptitle("Training: neither uniform grid nor\n"
+                 "rotation helps alone; the pair does")
+    ax, names = fig.subplots(), [*CHANGES][:3]
+    for shift, what, use, alpha in ((-0.17, "used in 4 bits", (), 1),
+                                    (0.17, "same weights in BF16",
+                                     ("bf16", "validation"), 0.4)):
+        found = [results.contrast({(model, row, *use): 100 * weight for row, weight in
+                                   CHANGES[name].items()}) for name in names]
+        if None in found:
+            continue
+        means, halves = zip(*found)
+        ax.bar(np.arange(3) + shift, means, 0.32, yerr=halves, capsize=4, alpha=alpha,
+               color=["#888888", "#888888", COLORS["e1m2"]], label=what)
+        for x, mean, half in zip(np.arange(3) + shift, means, halves):
+            y = mean + half + 0.02 if mean > 0 else mean - half - 0.02
+            ax.text(x, y, f"{mean:+.2f}", ha="center", fontsize=10,
+                    va="bottom" if mean > 0 else "top")
+    ax.axhline(0, color="black", lw=1)
+    ax.margins(y=0.12)
+    ax.legend(frameon=False, loc="lower left", fontsize=10)
+    ax.set(xticks=range(3), xticklabels=["uniform\ngrid alone", "full rotation\nalone",
+                                         "both\n(ufp4)"],
+           ylabel="change of the loss of e2m1, %")
 
 GRIDS = {"e2m1": "float grid", "e1m2": "uniform grid"}
 
 def draw_sixteen(fig):
     """A row of panels for the block before the RHT and one after it, a column for each
-    grid. A number is a dot, with a line to the level that it is rounded to."""
-    fig.suptitle("Sixteen numbers: E2M1 rounds better\n"
-                 "before the rotation (RHT), E1M2 after it")
+    grid. A number is a dot, three times its error a bar below."""
+    fig.suptitle("An example: E2M1 rounds sixteen numbers\n"
+                 "better before the rotation (RHT), E1M2 after it")
     panels = fig.subplots(2, 2, sharex=True, sharey="row", height_ratios=(1.15, 1))
     blocks = {"before the RHT": ufp4.SIXTEEN,
               "after the RHT": ufp4.rotate(ufp4.SIXTEEN, ufp4.random_signs(0))}
@@ -1168,19 +1238,47 @@ def draw_sixteen(fig):
             for level in FORMATS[fmt].levels:
                 for y in (level * scale, -level * scale):
                     ax.axhline(y, color="#dcdcdc", lw=0.8, zorder=0)
+            floor = min(x.min(), 0) - 0.5 * x.abs().max()
             ax.axhline(0, color="#777777", lw=1, zorder=0)
-            ax.vlines(range(len(x)), x, q, color=color, lw=3)
-            ax.plot(q, "_", ms=9, mew=2, color=color)
+            ax.axhline(floor, color="#777777", lw=1)
+            ax.bar(range(len(x)), 3 * (q - x), bottom=floor, color=color)
             ax.plot(x, "o", ms=3.6, color="black")
-            ax.text(0.97, 0.96, f"{sqnr(q, x):.2f} dB", ha="right", va="top",
-                    color=color, fontweight="bold", transform=ax.transAxes,
-                    bbox={"fc": "white", "ec": "none", "pad": 1})
+            ax.text(0.97, 0.96, f"signal over error\n{sqnr(q, x):.1f} decibels",
+                    ha="right", va="top", color=color, fontweight="bold", fontsize=10,
+                    transform=ax.transAxes)
             largest = x[x.abs().argmax()]
-            ax.set(xticks=[], yticks=[0, largest], yticklabels=["0", f"{largest:.1f}"],
-                   ylim=(min(x.min(), 0) - 0.13 * x.abs().max(), 1.5 * x.max()))
+            ax.set(xticks=[], yticks=[floor, 0, largest],
+                   yticklabels=["errors x 3", "0", f"{largest:.1f}"],
+                   ylim=(floor - 0.35 * x.abs().max(), 1.9 * x.abs().max()))
         row[0].set_ylabel(when)
     for ax, (fmt, what) in zip(panels[0], GRIDS.items()):
         ax.set_title(f"{fmt.upper()}, the {what}", color=COLORS[fmt])
+
+def draw_forest(fig, results):
+    """The lead of ufp4 and the interaction, for all models."""
+    models = [model for model in results.models
+              if results.contrast(on(model, GAP)) is not None]
+    panels = fig.subplots(1, 2, sharey=True)
+    for ax, weights, title in ((panels[0], GAP, "Loss of e2m1 minus that of ufp4, %"),
+                               (panels[1], INTERACTION, "Interaction of grid and "
+                                "rotation, %")):
+        for y, model in enumerate(reversed(models)):
+            found = results.contrast(on(model, weights))
+            if found:
+                ax.errorbar(100 * found[0], y, xerr=100 * (found[1] or 0), fmt="o",
+                            color="black", capsize=3)
+        ax.axvline(0, color="#777777", lw=1)
+        ax.set(title=title, yticks=range(len(models)), yticklabels=reversed(models))
+
+def draw_rows(fig, results, model):
+    """The loss error of each row: a dot with its interval."""
+    ax, rows = fig.subplots(), [row for name, row, *use in results.errors
+                                if name == model and row != "bf16" and not use]
+    for y, row in enumerate(reversed(rows)):
+        mean, half = results.contrast({(model, row): 100})
+        ax.errorbar(mean, y, xerr=half, fmt="o", color="black", capsize=5)
+    ax.set(yticks=range(len(rows)), yticklabels=reversed(rows),
+           xlabel="loss error above BF16, %; 95% intervals over seeds")
 
 def draw_two_by_two(fig, results, model):
     """Four loss errors with their intervals: a line for each grid, from the RHT on
@@ -1189,7 +1287,7 @@ def draw_two_by_two(fig, results, model):
     for (fmt, pair), shift in zip(TWO_BY_TWO.items(), (0.02, -0.02)):
         means, halves = zip(*(results.contrast({(model, row): 100}) for row in pair))
         # Shifted, so that no bar hides another
-        ax.errorbar((shift, 1 + shift), means, yerr=[half or 0 for half in halves],
+        ax.errorbar((shift, 1 + shift), means, yerr=halves if halves[0] else None,
                     fmt="o-", color=COLORS[fmt], lw=2.5, ms=8, capsize=5,
                     label=fmt.upper())
         for x, mean, row, side in zip((-0.12, 1.12), means, pair, ("right", "left")):
@@ -1210,7 +1308,9 @@ def records_of(args, jobs, old):
     models = dict(old["models"])
     runs = {(r["model"], r["row"], r["seed"]): r for r in old["runs"]}
     found = {job.key: job.result() for job in jobs}
-    for name in {name for name, _, _ in found}:
+    jobs = [job for job in jobs if found[job.key] and found.get((job.model, "bf16",
+                                                                 job.seed))]
+    for name in {job.model for job in jobs}:
         flags = [*MODELS[name], *args.train]
         s = train.parse_args(flags)
         with torch.device("meta"):                      # without values
@@ -1227,19 +1327,24 @@ def records_of(args, jobs, old):
     return {"models": models, "machines": [*old["machines"], machine()],
             "runs": [runs[at] for at in sorted(runs)]}
 
+def check_name(kind, name, names):
+    """ValueError for a name that there is not, with those that are like it."""
+    if name not in names:
+        near = difflib.get_close_matches(name, names) or names
+        raise ValueError(f"unknown {kind} {name!r}: choose from {', '.join(near)}")
+
 def jobs_of(args, study):
     """The jobs of a study. ValueError for a model or row that there is not."""
     jobs = {}
     for model in args.models or study.models:
-        ufp4.lookup("model", model, dict.fromkeys(study.models))
+        check_name("model", model, study.models)
         for row in ("bf16", *study.rows):
-            if row not in ROWS:
-                ufp4.lookup("row", row.split()[0], RECIPES)
+            check_name("row", row if row in ROWS else row.split()[0], RECIPES | ROWS)
             for n in range(args.seeds or len(study.seeds)):
                 job = job_of(args, jobs, model, row, study.seeds.start + n)
-                job.uses["validation"] = study.uses
-                if len(study.uses) > 1:
-                    job.uses["other code"] = study.uses
+                job.uses["validation"] = ["bf16"]
+                if study.uses:
+                    job.uses |= dict.fromkeys(SHORT_TEXTS, study.uses)
                 if row in study.averaged:
                     job.uses["averaged"] = row, "bf16"
                     job.kept |= {*averaged_steps(job.settings)}
@@ -1251,7 +1356,9 @@ SET_BY_STUDY = {"--seed", "--recipe", "--model", "--out", "--overwrite", "--resu
                 "--eval-windows", "--save-at"}
 
 def bench_study(args):
-    """Train what is not there yet; print and draw what the runs say."""
+    """Train what is not there yet, some rows on some models; print and draw what the
+    runs say. A row is a recipe, a name such as ufp4-rht-wgrad, or a recipe with flags
+    of train.py: --rows ufp4 "ufp4 --keep-bf16 1"."""
     if args.record and (args.train or args.file):
         raise ValueError("--record takes no --with and no flags of train.py")
     taken = [text for text in args.train if text.split("=")[0] in SET_BY_STUDY]
@@ -1264,10 +1371,15 @@ def bench_study(args):
         raise ValueError(f"{args.file} changes the recipe {', '.join(changed)}, with "
                          "which others are compared: add one by another name")
     study = STUDIES[args.study]
-    if args.rows:
-        study = replace(study, groups={"ufp4": args.rows})
+    mine = [name for name in RECIPES if name not in OURS]
+    if args.rows or mine:
+        rows = args.rows or [*study.rows, *mine]
+        study = replace(study, groups={rows[0]: rows})
     jobs = jobs_of(args, study)
-    run_all(args, jobs)
+    try_rows(jobs)
+    failed = run_all(args, jobs)
+    if args.record and failed:
+        sys.exit(failed)
     old = read("runs") if args.record else {"models": {}, "machines": [], "runs": []}
     records = records_of(args, jobs, old)
     if args.record:
@@ -1277,12 +1389,16 @@ def bench_study(args):
     tables = corrected(results, functools.partial(tables_of, studies={
         args.study: study}))
     for table in tables.values():
-        if len(without_blanks(table)) > 1:
-            print_table(table)
-    if {job.seed for job in jobs} == {0}:
+        print_table(table)
+    if args.seeds == 1 or len(study.seeds) == 1 and not args.seeds:
         print("One seed settles nothing. --seeds 5 tells more.")
-    if args.study == "quick" and set(study.rows) >= set(STUDIES["quick"].rows):
-        figure(OUT / "two-by-two.png", (5, 4.9), draw_two_by_two, results, "nano")
+    if len(study.models) == 1 and results.errors:
+        (model,) = study.models
+        two_by_two = args.study == "quick" and not args.rows and not mine
+        figure(OUT / f"{args.study}.png", (5, 4.9),
+               draw_two_by_two if two_by_two else draw_rows, results, model)
+    if failed:
+        sys.exit(f"{failed}\nbench.py: the same command tries these again")
 
 def bench_readme(args):
     """Make the tables and figures of data/results anew, without measuring."""
@@ -1290,8 +1406,40 @@ def bench_readme(args):
     figure(RECORDS / "causes.png", (10, 4.5), draw_causes, results, "dense-0.3m")
     figure(RECORDS / "sqnr.png", (10, 6), draw_sqnr, read("sqnr")["medians"])
     figure(RECORDS / "lm.png", (14, 7), draw_lm, read("lm"))
-    figure(RECORDS / "hero.png", (8.75, 4.9), draw_hero, results)
+    figure(RECORDS / "hero.png", (9.5, 5.2), draw_hero, results)
+    figure(RECORDS / "forest.png", (10, 4.5), draw_forest, results)
     fill_page()
+
+# ---- use: trained weights under other recipes ----
+
+def bench_use(args):
+    """The weights of a run of train.py under recipes that it need not have been trained
+    under: validation loss, noise and slope in fprop, and the cosine of the gradients
+    (dW of all layers, as one vector) with those in BF16."""
+    path = train.find_checkpoint(args.run)
+    s = train.parse_args(["--resume", str(path)])
+    shards, val, _ = train.load_data(s, train.read_run(path)["vocab_size"])
+    if args.text:
+        val = np.array(encode(args.text.read_text(), s.data))
+    rows, found = args.recipes or dict.fromkeys((s.recipe, *TRAINED)), {}
+    for row in tqdm(dict.fromkeys(("bf16", *rows)), unit=" recipes"):
+        check_name("row", row if row in ROWS else row.split()[0], RECIPES | ROWS)
+        model = load_under(path, row, s.device)
+        model.config.eval_windows = args.windows
+        found[row] = train.validate(model, val, model.config)
+        dw = gradients(model, *train.get_batch(shards, s, s.steps))
+        found[row]["dw"] = torch.cat([grad.flatten() for grad in dw.values()])
+    table = [["used under", "validation loss", "above BF16, %", "noise of fprop, %",
+              "slope of fprop", "cosine of dW with BF16's"]]
+    bf16 = found["bf16"]
+    for row, of in found.items():
+        error = of["val_loss"] / bf16["val_loss"] - 1
+        table.append([f"`{row}`", f"{of['val_loss']:.4f}", f"{100 * error:+.2f}",
+                      f"{100 * of['noise']:.3f}" if "noise" in of else "",
+                      f"{of['slope']:.4f}" if "noise" in of else "",
+                      f"{F.cosine_similarity(of['dw'], bf16['dw'], 0):.4f}"])
+    print(f"{path}, trained under {s.recipe}")
+    finish(args, "use", {"use-command": table}, {"run": str(path)})
 
 # ---- sqnr: does the RHT change the preferred grid? (the paper's Q1) ----
 
@@ -1326,8 +1474,8 @@ def used(x, fmt):
     return math.exp(-(p * p.log()).sum()) / 8
 
 def measure(x, w, dy):
-    """{operand and its GEMM: [(SQNR, B_eff)], result of a GEMM: [(SQNR,)]}, each with
-    E2M1, E1M2, and both after the RHT. All is rounded to nearest."""
+    """{operand and its GEMM: [(SQNR, B_eff, slope)], result of a GEMM: [(SQNR,)]}, each
+    with E2M1, E1M2, and both after the RHT. All is rounded to nearest."""
     found, signs = collections.defaultdict(list), ufp4.random_signs(0)
     for gemm, result, names, a, b in (("fprop", "Y", ("X", "W"), x, w),
                                       ("dgrad", "dX", ("dY", "W"), dy, w.T),
@@ -1337,12 +1485,14 @@ def measure(x, w, dy):
             for fmt in GRIDS:
                 rounded = [ufp4.fake_quantize(v, fmt) for v in operands]
                 for name, v, q in zip(names, operands, rounded):
-                    found[f"{name}, {gemm}"].append((sqnr(q, v), used(v, fmt)))
+                    found[f"{name}, {gemm}"].append(
+                        (sqnr(q, v), used(v, fmt), ufp4.slope(q, v)))
                 found[result].append((sqnr(rounded[0] @ rounded[1].T, a @ b.T),))
     return found
 
 def bench_sqnr(args):
-    """Of the last checkpoint of the run of train.py in args.dir."""
+    """Which grid suits the tensors of a run of train.py, at its last checkpoint, before
+    and after the RHT: signal over noise, and the share of the codes that is used."""
     s = train.parse_args(["--resume", str(args.dir)])
     model = train.load(s.resume, s.device)
     shards, _, _ = train.load_data(s, model.embed.num_embeddings)
@@ -1354,6 +1504,7 @@ def bench_sqnr(args):
     folder = finish(args, "sqnr", {"sqnr": rows},
                     {"run": str(args.dir), "medians": found})
     figure(folder / "sqnr.png", (10, 6), draw_sqnr, found)
+    figure(folder / "slopes.png", (12, 6), draw_slopes, found)
 
 def kind(layer):
     """What layers of all blocks are called: q_proj of model.layers.3.self_attn.q_proj.
@@ -1372,27 +1523,53 @@ def sqnr_of(model, *batch):
 def sqnr_table(medians, whats):
     rows = [["SQNR, dB (B_eff)", "E2M1", "E1M2", "E2M1, RHT", "E1M2, RHT"]]
     for what in whats:
-        rows.append([what, *(" ".join([f"{db:.2f}", *(f"({b:.2f})" for b in b_eff)])
-                             for db, *b_eff in medians[what])])
+        rows.append([what, *(" ".join([f"{db:.2f}", *(f"({b:.2f})" for b in rest[:1])])
+                             for db, *rest in medians[what])])
     return rows
 
 def draw_sqnr(fig, medians):
-    """The decibels that the RHT adds: a panel a grid, a line a kind of layer, a column
-    an operand or the result of a GEMM."""
+    """By how many decibels E1M2 has less noise than E2M1, without the RHT and with it:
+    a line a kind of layer, a column an operand or the result of a GEMM."""
     whats, kinds = (list(dict.fromkeys(of)) for of in
                     zip(*(name.split(" of ") for name in medians)))
-    for grid, (ax, fmt) in enumerate(zip(fig.subplots(2, 1, sharex=True), GRIDS)):
-        gain = np.array([[medians[f"{what} of {kind}"][grid + 2][0]
-                          - medians[f"{what} of {kind}"][grid][0] for what in whats]
+    for first, (ax, when) in zip((0, 2), zip(fig.subplots(2, 1, sharex=True),
+                                             ("without the RHT", "with the RHT"))):
+        lead = np.array([[medians[f"{what} of {kind}"][first + 1][0]
+                          - medians[f"{what} of {kind}"][first][0] for what in whats]
                          for kind in kinds])
-        ax.imshow(gain, cmap="RdBu", vmin=-5, vmax=5, aspect="auto")
-        for (y, x), value in np.ndenumerate(gain):
+        ax.imshow(lead, cmap="RdBu", vmin=-5, vmax=5, aspect="auto")
+        for (y, x), value in np.ndenumerate(lead):
             ax.text(x, y, f"{value:+.1f}", ha="center", va="center",
                     color="white" if abs(value) > 3 else "black")
         ax.set(xticks=range(len(whats)), yticks=range(len(kinds)), yticklabels=kinds,
                xticklabels=[what.replace(", ", "\n") for what in whats])
-        ax.set_title(f"{fmt.upper()}: decibels that the RHT adds",
-                     color=COLORS[fmt])
+        ax.set_title(f"Decibels by which E1M2 is ahead of E2M1, {when}")
+
+def slopes_table(medians):
+    """What operands shrink by, in %, from their slopes."""
+    whats = [what for what, values in medians.items() if len(values[0]) > 2]
+    return [["shrinks by, %", "E2M1", "E2M1, RHT", "E1M2", "E1M2, RHT"],
+            *([what, *(f"{100 * (1 - medians[what][n][2]):.2f}" for n in (0, 2, 1, 3))]
+              for what in whats)]
+
+def draw_slopes(fig, medians):
+    """What operands shrink by: a panel a grid, before and after the RHT, a line a kind
+    of layer, a column an operand and its GEMM."""
+    places = [what.split(" of ") for what in medians if len(medians[what][0]) > 2]
+    whats, kinds = (list(dict.fromkeys(of)) for of in zip(*places))
+    panels = fig.subplots(2, 2, sharex=True, sharey=True)
+    for ax, (grid, when) in zip(panels.flat, ((0, "as it is"), (2, "after the RHT"),
+                                              (1, "as it is"), (3, "after the RHT"))):
+        shrinks = np.array([[100 * (1 - medians[f"{what} of {kind}"][grid][2])
+                             for what in whats] for kind in kinds])
+        ax.imshow(shrinks, cmap="PuOr_r", vmin=-1, vmax=1, aspect="auto")
+        for (y, x), value in np.ndenumerate(shrinks):
+            ax.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=10,
+                    color="white" if abs(value) > 0.7 else "black")
+        fmt = [*GRIDS][grid % 2]
+        ax.set_title(f"{fmt.upper()}, {when}: shrinks by, %", color=COLORS[fmt])
+        ax.set(xticks=range(len(whats)), yticks=range(len(kinds)), yticklabels=kinds,
+               xticklabels=[what.replace(", ", "\n") for what in whats])
 
 # ---- lm: a language model of Hugging Face's under each recipe ----
 
@@ -1501,12 +1678,13 @@ def paired(losses):
          "loss": mean + loss - bf16[window]}
         for row in losses for window, loss in enumerate(losses[row])]}, pooled=False)
 
-def gradients(lm, windows):
-    """{layer: dW of the mean loss} of the linear layers that follow a recipe."""
+def gradients(model, *batch):
+    """{layer: dW} of the linear layers that follow a recipe, when the mean of
+    model(*batch) is the loss."""
     torch.manual_seed(0)                        # of SR
-    lm.zero_grad()
-    lm(windows).mean().backward()
-    return {name: layer.weight.grad for name, layer in lm.named_modules()
+    model.zero_grad()
+    model(*batch).mean().backward()
+    return {name: layer.weight.grad for name, layer in model.named_modules()
             if isinstance(layer, ufp4.Linear)}
 
 def by_kind(layers, average):
@@ -1517,6 +1695,8 @@ def by_kind(layers, average):
     return {name: average(values, 0).tolist() for name, values in kinds.items()}
 
 def bench_lm(args):
+    """A language model of Hugging Face's under each recipe: its loss, its noise and its
+    gradients. Or it is trained on, under each recipe."""
     lm, tokenizer, origin = load_lm(args)
     windows, others, text = windows_of(args, tokenizer)
     print(f"{origin['parameters'] / 1e6:.0f}M parameters, products in "
@@ -1544,6 +1724,7 @@ def bench_lm(args):
               "medians": medians}
     folder = finish(args, "lm", lm_tables(record), record)
     figure(folder / "lm.png", (14, 7), draw_lm, record)
+    figure(folder / "lm-slopes.png", (13, 8), draw_slopes, record["medians"])
 
 def lm_tables(record):
     """The tables of bench_lm, from its record."""
@@ -1573,6 +1754,7 @@ def lm_tables_of(record, results):
                                          for noise, slope in of_square)])
         of_dw.append([f"`{name}`", *(f"{cosines[row][name]:.4f}" for row in FULL)])
     medians = record["medians"]
+    slopes = slopes_table(medians)
     products = [what for what in medians if what[:2] in ("Y ", "dX", "dW")]
     return {"lm": rows,
             "lm-two-by-two": two_by_two_table(
@@ -1580,7 +1762,8 @@ def lm_tables_of(record, results):
             "lm-noise": of_layers, "lm-dw": of_dw,
             "lm-operands": sqnr_table(medians, [what for what in medians
                                                 if what not in products]),
-            "lm-products": sqnr_table(medians, products)}
+            "lm-products": sqnr_table(medians, products),
+            **({"lm-slopes": slopes} if len(slopes) > 1 else {})}
 
 def draw_lm(fig, record):
     """Left the loss errors of the two by two, right what the RHT does to tensors."""
@@ -1671,7 +1854,8 @@ def interleaved(functions, rounds):
 def training_step(s, recipe, vocab_size):
     """A function that makes a step of training a GPT, always on the same tokens."""
     torch.manual_seed(0)
-    model, optimizer = train.build(s, RECIPES[recipe], vocab_size)
+    recipe = ufp4.lookup("recipe", recipe, RECIPES)
+    model, optimizer = train.build(s, recipe, vocab_size)
     tokens = torch.randint(vocab_size, (s.batch_size, s.seq_len), device=s.device)
 
     def step():
@@ -1684,6 +1868,7 @@ def training_step(s, recipe, vocab_size):
     return step
 
 def bench_cpu(args):
+    """How much longer a step of training takes on this CPU than in BF16."""
     where = f"{machine()['cpu']}, {torch.get_num_threads()} threads"
     rows = [[f"a step on {where}", "`bf16`, ms", "`ufp4` / `bf16`", "`e2m1` / `bf16`"]]
     for model, dtype in (("nano", "float32"), ("nano", "bfloat16"),
@@ -1804,6 +1989,7 @@ def lowering(name, arch):
     return f"{path}: {last_line(done.stderr if done.returncode else done.stdout)}"
 
 def bench_dispatch(args):
+    """What the kernels compile to, for GPUs that need not be here."""
     import triton
     archs = "sm_80", "sm_90", "sm_100", "sm_120"
     rows = [[f"Triton {triton.__version__}", *archs]]
@@ -1814,6 +2000,7 @@ def bench_dispatch(args):
 # ---- kernels: speed on a GPU, as ratios to what that GPU can do ----
 
 def bench_kernels(args):
+    """How fast the kernels are on this GPU, as ratios to what it can do."""
     if not torch.cuda.is_available():
         raise ValueError("this measures a GPU, and torch finds none here; see dispatch")
     warnings.filterwarnings("error", "quantizing without kernels")
@@ -1886,27 +2073,33 @@ def logged(log, name):
 # Settings in which a run and the bf16 run that it is compared with may differ. They are
 # those of the recipe, and others that change at most random bits and the order of sums.
 # (Of `data`, a path, the version is compared.)
-MAY_DIFFER = {*train.COMMANDS, *train.RECIPE_FIELDS, "recipe", "keep_bf16", "with_",
-              "data", "device", "compile", "remat", "grad_accum", "eval_interval",
-              "log_interval", "save_interval", "keep", "max_new_tokens"}
+MAY_DIFFER = {*train.COMMANDS, *train.RECIPE_FIELDS, "recipe", "keep_bf16", "data",
+              "device", "compile", "remat", "grad_accum", "eval_interval",
+              "log_interval", "save_interval", "keep", "save_at", "max_new_tokens"}
 
 def errors_of(log, logs):
-    """{step: loss error in %} of a run, where the bf16 run with its settings was
-    validated, too. Empty if there is none among the logs."""
-    ours = log[0]["settings"]
+    """-> ({step: loss error in %} of a run, where the bf16 run with its settings was
+    validated, too; or why there are none). A file of --with may change the optimizer,
+    so both must have been started with the same."""
+    ours, why = log[0]["settings"], "no bf16 run"
     for first, *lines in logs:
         settings = first["settings"]
+        differ = {name for name in ours.keys() - MAY_DIFFER
+                  if settings.get(name) != ours[name]}
         if (settings["recipe"] == "bf16" and not first["start"]
-                and first["data_version"] == log[0]["data_version"]
-                and all(settings.get(name) == ours[name]
-                        for name in ours.keys() - MAY_DIFFER)):
-            bf16 = logged([first, *lines], "val_loss")
-            return {step: 100 * (loss / bf16[step] - 1)
-                    for step, loss in logged(log, "val_loss").items() if step in bf16}
-    return {}
+                and first["data_version"] == log[0]["data_version"]):
+            if not differ:
+                bf16 = logged([first, *lines], "val_loss")
+                losses = logged(log, "val_loss").items()
+                return {step: 100 * (loss / bf16[step] - 1) for step, loss in losses
+                        if step in bf16}, ""
+            if differ == {"with_"}:
+                why = "bf16 run has another --with"
+    return {}, why
 
 def bench_runs(args):
-    """A table of the runs in a folder, at their last validation, and runs.png in it."""
+    """A table of the runs in a folder, at their last validation, and runs.png in it.
+    Each is compared with the bf16 run that has the same settings."""
     logs = {}
     for path in sorted(args.dir.glob("*/log.jsonl")):
         try:
@@ -1923,22 +2116,28 @@ def bench_runs(args):
     rows = [["run", "data", "steps", "validation loss", "loss error, %", "tokens/s"]]
     for name, log in logs.items():
         s = log[0]["settings"]
+        errors, why = errors_of(log, logs.values())
         rows.append([name, Path(s["data"]).name,
                      f"{log[-1].get('step', 0)} of {s['steps']}",
                      last(logged(log, "val_loss"), "{:.4f}"),
-                     last(errors_of(log, logs.values()), "{:+.2f}"),
+                     last(errors, "{:+.2f}") or why,
                      last(logged(log, "tokens_per_s"), "{:,.0f}")])
     print_table(rows)
     figure(args.dir / "runs.png", (9, 8), draw_runs, logs)
 
 def draw_runs(fig, logs):
-    """Validation losses, and below them the loss error of each run, over the steps."""
+    """Validation losses, and below them the loss error of each run, over the steps. The
+    twelve with the lowest losses are named, others gray."""
     above, below = fig.subplots(2, 1, sharex=True)
+    ends = {name: [*logged(log, "val_loss").values()][-1:] or [math.inf]
+            for name, log in logs.items()}
+    named = sorted(ends, key=ends.get)[:12]     # more would hide the curves
     for name, log in logs.items():
+        style = {"label": name} if name in named else {"color": "#cccccc", "zorder": 0}
         for ax, values in ((above, logged(log, "val_loss")),
-                           (below, errors_of(log, logs.values()))):
+                           (below, errors_of(log, logs.values())[0])):
             values.pop(0, None)         # before the first step all are far above
-            ax.plot(values.keys(), values.values(), "o-", ms=3.5, label=name)
+            ax.plot(values.keys(), values.values(), "o-", ms=3.5, **style)
     above.set(ylabel="validation loss, nats a token")
     below.axhline(0, color="black", lw=0.8, zorder=0)
     below.set(xlabel="steps", ylabel="loss error above BF16, %")
@@ -1956,14 +2155,23 @@ def main(argv=None):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    measuring = "study", "sqnr", "lm", "cpu", "dispatch", "kernels"
+    measuring = "study", "use", "sqnr", "lm", "cpu", "dispatch", "kernels"
     parsers = {}
     for name in (*measuring, "runs", "train", "readme"):
-        parsers[name] = commands.add_parser(name, allow_abbrev=False,
-                                            add_help=name != "train")
+        parsers[name] = commands.add_parser(
+            name, allow_abbrev=False, add_help=name != "train",
+            description=globals()[f"bench_{name}"].__doc__)
         if name in measuring:
             parsers[name].add_argument("--record", action="store_true", help="into "
                                        "data/results, not out/bench")
+    use = parsers["use"]
+    use.add_argument("run", type=Path, help="its folder, or a checkpoint")
+    use.add_argument("--recipes", nargs="+", metavar="RECIPE",
+                     help=f"(default: its own, {', '.join(TRAINED)})")
+    use.add_argument("--text", type=Path, metavar="FILE",
+                     help="(default: the validation text of the run)")
+    use.add_argument("--windows", type=int, metavar="N", default=128,
+                     help="spaced evenly over the text (default: 128)")
     parsers["sqnr"].add_argument("dir", type=Path, help="of a run of train.py")
     lm = parsers["lm"]
     lm.add_argument("model", help="a folder, or a name from huggingface.co")

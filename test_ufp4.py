@@ -2182,7 +2182,7 @@ def test_bench_the_nearest_power_and_the_better_of_two_formats():
         assert torch.equal(q(x, rand), best)
         assert not torch.equal(best, both[0]) and not torch.equal(best, both[1])
 
-def test_bench_weights_are_used_under_other_recipes(settings):
+def test_bench_weights_are_used_under_other_recipes(settings, elsewhere, capsys):
     """The loss under its own recipe is that of the run itself. An average over steps is
     the mean of their weights."""
     train.train(s := settings("--recipe", "ufp4", "--save-at", "5,6"))
@@ -2202,6 +2202,14 @@ def test_bench_weights_are_used_under_other_recipes(settings):
     assert averaged["bf16"] != found["bf16"]
     other = bench.losses_under(last, ["bf16"], s.eval_windows, "other code")
     assert other["bf16"] != found["bf16"]
+    capsys.readouterr()
+    bench.main(["use", s.out, "--recipes", "ufp4", "e2m1 --gemms fprop", "--windows",
+                str(s.eval_windows)])
+    said = [re.split("  +", line) for line in capsys.readouterr().out.splitlines()]
+    said = {line[0]: line[1:] for line in said if line[0].startswith("`")}
+    assert said.keys() == {"`bf16`", "`ufp4`", "`e2m1 --gemms fprop`"}
+    assert said["`ufp4`"][0] == f"{own:.4f}" and said["`bf16`"][-1] == "1.0000"
+    assert all(0.5 < float(said[row][-1]) < 0.9999 for row in said if "bf16" not in row)
 
 def test_bench_every_row_is_another_and_fits_its_models():
     plain = results("ufp4")
@@ -2361,6 +2369,7 @@ def test_bench_the_commands_that_need_no_gpu(elsewhere, monkeypatch, capsys):
     before = tree(elsewhere)
     for command, why in (("study loss --models nano", "unknown model 'nano'"),
                          ("study quick --rows none-such", "unknown row 'none-such'"),
+                         ("study quick --rows ufq4", "choose from ufp4"),
                          ("study quick --with none-such.py", "none-such.py"),
                          ("study quick --record --steps 9", "--record takes no"),
                          ("study quick --seed 3", "a study sets --seed itself"),
@@ -2414,16 +2423,31 @@ def test_bench_a_study_of_the_front_pages_experiment_end_to_end(
     # A changed file is another recipe; else nothing is left to do
     mine.write_text(code.replace("0.04", "0.4"))
     bench.main(command)
-    assert "2 of 3 runs are there already" in capsys.readouterr().out
+    assert "3 runs, of which 2 are there already" in capsys.readouterr().out
     noises = [json.loads(path.read_text())["noise"]
               for path in bench.OUT.rglob("nano-noisy-*/result.json")]
     assert len(noises) == 2 and max(noises) > 10 * min(noises)
     # A study without the file does not need it, though its bf16 run had it
     mine.unlink()
     bench.main([*command[:2], "--rows", "e2m1", *command[7:]])
-    assert "2 of 2 runs" not in capsys.readouterr().out
+    assert "2 runs, of which 1 are there" in capsys.readouterr().out
+    # Without --rows the recipes of a file are measured, too, and tried before all else
+    mine.write_text(code + """
+class Broken(Noisy):
+    def __call__(self, x, rand=None):
+        return super().__call__(x, rand)[:1]
+class BrokenRecipe(ufp4.Recipe):
+    def quantizer(self, operand, gemm):
+        return Broken(**vars(super().quantizer(operand, gemm)))
+ufp4.RECIPES["broken"] = BrokenRecipe("broken")
+""")
+    before = tree(bench.OUT)
+    with pytest.raises(TypeError, match="Broken must return"):
+        bench.main([*command[:4], *command[7:]])
+    assert tree(bench.OUT) == before
 
-def test_bench_a_job_that_fails_is_said_and_other_seeds_go_on(elsewhere, monkeypatch):
+def test_bench_a_job_that_fails_is_said_and_other_seeds_go_on(
+        elsewhere, monkeypatch, capsys):
     def command(job):
         end = "sys.exit(3)" if job.seed else "sys.exit('train.py: no space left')"
         if job.row == "bf16" and job.seed < 2:
@@ -2439,11 +2463,12 @@ def test_bench_a_job_that_fails_is_said_and_other_seeds_go_on(elsewhere, monkeyp
     monkeypatch.setattr(bench.Job, "unused", lambda job: {})
     for flags, why in (("--seeds 3 --clip 1", "bf16, seed 2: "),    # must not diverge
                        ("--seeds 2 --clip .1", "ufp4, seed 0: no space left")):
-        with pytest.raises(SystemExit, match=why):
+        with pytest.raises(SystemExit, match=f"{why}(.|\n)*tries these again"):
             bench.main(f"study quick --rows ufp4 --steps 9 {flags}".split())
+        assert "`ufp4`  inf (1)" in capsys.readouterr().out     # what is there is shown
     left = [(path.parent.name.rpartition("-")[0], json.loads(path.read_text())["loss"])
             for path in sorted(bench.OUT.rglob("result.json"))]
-    assert len(left) == 5                       # of two studies: --clip differs
+    assert len(left) == 6                       # of two studies: --clip differs
     assert ("nano-ufp4-s1", None) in left and ("nano-bf16-s1", 2.5) in left
 
 def test_bench_new_runs_join_the_records():
@@ -2502,8 +2527,9 @@ def test_bench_the_share_of_codes_used_and_the_noise_of_products():
         (decibels,) = found[what][3]            # E1M2 after the RHT
         assert decibels == pytest.approx(-10 * math.log10(noise), abs=1e-3)
     # An outlier in each block of X: the RHT turns the order of the grids around
-    e2m1, e1m2, e2m1_rht, e1m2_rht = (db for db, _ in found["X, fprop"])
+    e2m1, e1m2, e2m1_rht, e1m2_rht = (db for db, *_ in found["X, fprop"])
     assert e2m1 > e1m2 and e2m1_rht < e1m2_rht
+    assert found["X, fprop"][3][2] == pytest.approx(slope(q(x), rotate(x, q.signs)))
 
 def test_bench_runs_are_compared_with_the_bf16_run_of_the_same_settings(
         settings, elsewhere, capsys):
@@ -2517,6 +2543,7 @@ def test_bench_runs_are_compared_with_the_bf16_run_of_the_same_settings(
     for name, changed, logged, torn in (
             ("e2m1", {}, worse, ""), ("another-seed", {"seed": 1}, worse, ""),
             ("longer", {"steps": 99}, worse, ""), ("begun", {}, [], ""),
+            ("another-with", {"with_": "mine.py"}, worse, ""),
             ("stopped", {}, worse[:7], '{"step": 7, "train_lo')):
         s = header["settings"] | {"recipe": "e2m1"} | changed
         texts = [json.dumps(line) for line in ({**header, "settings": s}, *logged)]
@@ -2535,8 +2562,9 @@ def test_bench_runs_are_compared_with_the_bf16_run_of_the_same_settings(
         assert found[name][1:3] == [Path(s["data"]).name, steps]
         assert found[name][4] == error
     assert found["begun"][1:] == [Path(s["data"]).name, "0 of 8"]
-    for name in ("another-seed", "longer"):     # without a bf16 run, no loss error
-        assert len(found[name]) == len(found["e2m1"]) - 1
+    for name, why in (("another-seed", "no bf16 run"), ("longer", "no bf16 run"),
+                      ("another-with", "bf16 run has another --with")):
+        assert found[name][4] == why            # and no loss error
     bench.main(["sqnr", str(out / "bf16")])
     # The tensors of a run: four kinds of layers, six operands and three results
     medians = json.loads((bench.OUT / "sqnr.json").read_text())["medians"]

@@ -663,8 +663,10 @@ def load_checkpoint(path, state):
         dcp.load(state, checkpoint_id=path)
     except dcp.CheckpointException as e:
         error, _ = next(iter(e.failures.values()))
-        raise ValueError(f"can't load {path}: {error!r}; if it is damaged, delete it, "
-                         "and --resume uses the one before") from e
+        advice = "if it is damaged, delete it, and --resume uses the one before"
+        if "Missing key" in str(error):
+            advice = "another optimizer has written it, or another model"
+        raise ValueError(f"can't load {path}: {error!r}; {advice}") from e
 
 def load_weights(path, model):
     """Fill a model with the weights of a checkpoint or of an exported file."""
