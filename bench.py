@@ -375,7 +375,7 @@ CAUSES = ("e2m1-full-rht", "e2m1-full-rht-debiased", "ufp4-shrunk", "ufp4")
 DOSES = ("ufp4", "ufp4-noise-1.25", "ufp4-noise-1.5", "ufp4-noise-2", "ufp4-noise-3")
 GAP = {"e2m1": 1, "ufp4": -1}
 PAIRS = {"dense-0.1m": "0.1M", "dense-0.3m": "0.3M",
-         "nano": "`nano`, 0.9M", "small-training": "26M, training loss"}
+         "nano": "`nano`", "small-training": "26M, training loss"}
 # What both changes of the baseline do beyond the sum of both alone
 INTERACTION = {"ufp4": 1, "ufp4-rht-wgrad": -1, "e2m1-full-rht": -1, "e2m1": 1}
 CHANGES = {"uniform grid alone": {"ufp4-rht-wgrad": 1, "e2m1": -1},
@@ -1029,6 +1029,18 @@ def pairs_table(results, pairs=PAIRS):
                       text(results.reduction(model), 0)])
     return [["change of `e2m1`, %", *CHANGES, "`ufp4` smaller by, %"], *lines]
 
+def shrinking_table(results, _):
+    """The effects of study depth for all models that have its rows, and their means."""
+    effects = STUDIES["depth"].effects
+    models = [name for name in results.models
+              if all((name, row) in results.errors for row in CAUSES)]
+    lines = [[f"`{name}`", *(results.effect(on(name, effect), ("settled",))
+                             for effect in effects.values())] for name in models]
+    means = [{at: weight / len(models) for name in models
+              for at, weight in on(name, effect).items()} for effect in effects.values()]
+    lines.append(["mean", *(results.effect(mean, ("settled",)) for mean in means)])
+    return [["model", *effects], *lines]
+
 # What the weights keep. We wrote down before the runs what each outcome would mean:
 #
 # - The weights decide: under each use, also those that were not trained under, the
@@ -1143,6 +1155,7 @@ def gaps_table(results, model):
 MORE_TABLES = {
     "use": {"matrix": matrix_table, "matrix-other": other_matrix_table,
             "parts": parts_table, "columns": columns_table, "gaps": gaps_table},
+    "depth": {"shrinking": shrinking_table},
     "early": {"columns": columns_table, "gaps": gaps_table},
     "heal": {"healing": healing_table}}
 
@@ -1404,7 +1417,9 @@ def bench_readme(args):
     """Make the tables and figures of data/results anew, without measuring."""
     results = Results(read("runs"))
     figure(RECORDS / "causes.png", (10, 4.5), draw_causes, results, "dense-0.3m")
-    figure(RECORDS / "sqnr.png", (10, 6), draw_sqnr, read("sqnr")["medians"])
+    medians = read("sqnr")["medians"]
+    figure(RECORDS / "sqnr.png", (10, 6), draw_sqnr, medians)
+    figure(RECORDS / "slopes.png", (12, 6), draw_slopes, medians)
     figure(RECORDS / "lm.png", (14, 7), draw_lm, read("lm"))
     figure(RECORDS / "hero.png", (9.5, 5.2), draw_hero, results)
     figure(RECORDS / "forest.png", (10, 4.5), draw_forest, results)
@@ -1796,23 +1811,29 @@ def train_lm(args, lm, windows, others, about):
                     lm.follow("bf16")
                     save(path, {**run, "in BF16": lm.on(windows)})
                 runs[row, seed] = json.loads(path.read_text())
-    whats = {"train": f"training, last {args.steps - args.steps // 2} steps",
+    record = {**about, "runs": [{"row": row, "seed": seed, **run}
+                                for (row, seed), run in runs.items()]}
+    finish(args, "lm-train", lm_train_tables(record), record)
+
+def lm_train_tables(record):
+    """The tables of train_lm, from its record."""
+    half = record["steps"] // 2
+    whats = {"train": f"training, last {record['steps'] - half} steps",
              "in 4 bits": "validation, in 4 bits", "in BF16": "validation, in BF16"}
-    loss = {(what, *at): statistics.mean(run[what][first:]) for at, run in runs.items()
-            for what, first in zip(whats, (args.steps // 2, 0, 0))}
+    loss = {(what, run["row"], run["seed"]): statistics.mean(run[what][first:])
+            for run in record["runs"] for what, first in zip(whats, (half, 0, 0))}
     results = Results({"models": {}, "runs": [
         {"model": what, "row": row, "seed": seed, "loss": of,
          "bf16": loss[what, "bf16", seed]} for (what, row, seed), of in loss.items()]})
     table = [["loss error, % (seeds)", "loss of `bf16`",
               *(f"`{row}`" for row in SQUARE)]]
     for what, name in whats.items():
-        bf16 = np.mean([loss[what, "bf16", seed] for seed in range(args.seeds)])
-        table.append([name, f"{bf16:.4f}",
+        bf16 = [of for (kind, row, _), of in loss.items() if (kind, row) == (
+            what, "bf16")]
+        table.append([name, f"{statistics.mean(bf16):.4f}",
                       *(results.cell({(what, row): 1}) for row in SQUARE)])
-    pairs = corrected(results, functools.partial(pairs_table, pairs=whats))
-    finish(args, "lm-train", {"lm-train": table, "lm-train-pairs": pairs},
-           {**about, "runs": [{"row": row, "seed": seed, **run}
-                              for (row, seed), run in runs.items()]})
+    return {"lm-train": table, "lm-train-pairs": corrected(
+        results, functools.partial(pairs_table, pairs=whats))}
 
 def train_run(args, lm, windows, seed, bar):
     """Train on the windows, in an order that follows from the seed. The losses."""

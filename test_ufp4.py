@@ -2307,6 +2307,42 @@ def test_bench_what_lies_beyond_the_line_of_doses():
     assert [line[-1] for line in table if any(line[1:])] == [
         "beyond the line, %", *5 * ["0.00 ± 0.00"], "-0.30 ± 0.00"]
 
+def test_bench_what_the_weights_keep():
+    """Losses with known parts: of training a, of use b, and what matching saves."""
+    a = {"bf16": 0.0, "e2m1": 0.03, "ufp4": 0.01}
+    b = {"bf16": 0.0, "e2m1": 0.02, "ufp4": 0.015}
+    runs = []
+    for seed in range(3):
+        bf16 = 2.0 + seed
+        def loss(row, use, low=0.0):
+            matched = 0.004 if row == use != "bf16" else 0.0
+            return bf16 * (1 + low + a[row] + b[use] - matched + 0.001 * seed * a[row])
+        for row in a:
+            short = {use: loss(row, use) for use in b}
+            runs.append({
+                "model": "dense-0.3m", "row": row, "seed": seed, "bf16": bf16,
+                "loss": loss(row, row), "gaps": [0.01 * a[row]] * 8, "used": {
+                    "validation": {"bf16": loss(row, "bf16")},
+                    "averaged": {row: loss(row, row, -0.001),
+                                 "bf16": loss(row, "bf16", -0.001)},
+                    **dict.fromkeys(bench.SHORT_TEXTS, short)}})
+    r = bench.Results({"models": {}, "runs": runs}, pooled=False)
+    def cells(table):
+        head, *lines = table(r, "dense-0.3m")
+        return {line[0]: dict(zip(head[1:], line[1:])) for line in lines}
+    matrix = cells(bench.matrix_table)
+    assert matrix["`e2m1`"]["`ufp4`"].startswith("4.50")
+    assert matrix["`ufp4` minus `e2m1`"]["`e2m1`"].startswith("-1.60")
+    means = [cell.split(" ")[0] for cell in
+             cells(bench.parts_table)["validation text"].values()]
+    # lead, by training, by use, by matching, and with bf16 trained
+    assert means == ["+2.50", "+2.00", "+0.50", "+0.40", "+0.50"]
+    healed = cells(bench.healing_table)
+    assert healed["none, used in 4 bits"]["`e2m1` minus `ufp4`"].startswith("+2.50")
+    assert healed["average"]["`ufp4`, % (seeds)"].startswith("0.90")
+    _, *lines = bench.columns_table(r, "dense-0.3m")
+    assert [line[2].split(" ")[0] for line in lines] == ["4.60", "3.00", "1.60"]
+
 def test_bench_doses_have_the_noise_that_they_say():
     x, plain = randn(500, 64) * 10 ** randn(500, 1, seed=1), ufp4_with()
     for dose in (1.25, 3):
@@ -2495,8 +2531,11 @@ def test_bench_the_pages_and_figures_follow_from_the_records(elsewhere):
     r = bench.Results(bench.read("runs"))
     more = bench.text(r.contrast(bench.on("dense-0.3m-2", bench.GAP)), 3)
     lm = bench.read("lm")
+    trained = bench.read("lm-train")
     assert bench.lm_tables(lm) == lm["tables"]
-    tables = [*bench.tables_of(r).values(), *lm["tables"].values(), [[more]]]
+    assert bench.lm_train_tables(trained) == trained["tables"]
+    tables = [*bench.page_tables(r).values(), *lm["tables"].values(),
+              *trained["tables"].values(), [[more]]]
     cells = " ".join(sum(sum(tables, []), []))
     told = prose.split("## Log")[0] + README + LECTURE.replace("+-", "±")
     said = re.findall(r"[\d.]+ ± [\d.]*\d", told)
