@@ -294,12 +294,18 @@ experiment("ufp4-hif4", "ufp4", scale=scale_hif4, block=4)
 experiment("ufp4-no-signs", "ufp4", signs=16 * (1.0,))
 OURS = dict(RECIPES)                    # without those of a user's file
 
+NORM = nn.RMSNorm
+
 class NoNorm(nn.RMSNorm):
     """Stands for a norm: times a constant, which nothing divides out again. With 7 a
     model of 2 blocks trains as well as with norms."""
 
     def forward(self, x):
         return 7 * self.weight * x
+
+def set_norms(model):
+    """Make models of this process with norms, or those of `no-norms` without."""
+    train.nn.RMSNorm = NoNorm if model == "no-norms" else NORM
 
 # ---- Studies as data: models, rows, and which rows on which models ----
 
@@ -653,6 +659,7 @@ def losses_under(path, rows, windows, text=None, steps=()):
 
 def load_under(path, row, device="cpu"):
     """The model of a checkpoint, whose layers follow the recipe of a row."""
+    set_norms(train.read_run(path)["settings"]["model"])
     given = vars(train.parse_args([*row_flags(row), "--device", device]))
     names = "recipe", "keep_bf16", *train.RECIPE_FIELDS
     return train.load(path, device, **{name: given[name] for name in names})
@@ -697,7 +704,8 @@ def run_all(args, jobs):
             bar.update(round(done / slow) - bar.n)
 
         for wave in waves:
-            wave = [job for job in wave if job.base is None or job.base.result()]
+            wave = [job for job in wave                 # what they start from is there
+                    if job.base is None or (job.base.result() or {}).get("loss")]
             threads = max(1, os.cpu_count() // max(1, min(args.jobs, len(wave))))
             runs = [pool.submit(job.run, threads) for job in wave]
             try:
@@ -2168,8 +2176,7 @@ def draw_runs(fig, logs):
 
 def bench_train(args):
     """train.py, with the recipes of this file. Studies start their runs by this."""
-    if train.parse_args(args.train).model == "no-norms":
-        train.nn.RMSNorm = NoNorm
+    set_norms(train.parse_args(args.train).model)
     train.main(args.train)
 
 def main(argv=None):

@@ -2202,6 +2202,12 @@ def test_bench_weights_are_used_under_other_recipes(settings, elsewhere, capsys)
     assert averaged["bf16"] != found["bf16"]
     other = bench.losses_under(last, ["bf16"], s.eval_windows, "other code")
     assert other["bf16"] != found["bf16"]
+    # A model without norms is used without them, too
+    flags = ["--model", "no-norms", "--out", f"{s.out}-2"]
+    bench.main(["train", *TINY, "--recipe", "ufp4", "--data", s.data, *flags])
+    own_2 = train.read_log(Path(f"{s.out}-2") / "log.jsonl")[-1]["val_loss"]
+    again = bench.losses_under(f"{s.out}-2/{last.name}", ["ufp4"], s.eval_windows)
+    assert again["ufp4"] == own_2 != own
     capsys.readouterr()
     bench.main(["use", s.out, "--recipes", "ufp4", "e2m1 --gemms fprop", "--windows",
                 str(s.eval_windows)])
