@@ -1110,7 +1110,7 @@ def columns_table(results, model):
                 found = {(model, row): signs[0] * w for row, w in weights.items()}
                 found |= {(model, row, "bf16", "validation"): signs[1] * w
                           for row, w in weights.items()}
-                return {place: w for place, w in found.items() if w}
+                return found    # also what has weight 0: all are of the same seeds
             lines.append([start, what, *(results.cell(at({row: 1})).split(" (")[0]
                                          for row in rows),
                           *(results.effect(at(change)) for change in changes[:-1]),
@@ -1329,9 +1329,9 @@ def records_of(args, jobs, old):
     models = dict(old["models"])
     runs = {(r["model"], r["row"], r["seed"]): r for r in old["runs"]}
     found = {job.key: job.result() for job in jobs}
-    jobs = [job for job in jobs if found[job.key] and found.get((job.model, "bf16",
-                                                                 job.seed))]
-    for name in {job.model for job in jobs}:
+    jobs = [job for job in jobs                 # that are there, as what they need is
+            if found[job.key] and found.get((job.key[0], "bf16", job.key[2]))]
+    for name in {job.key[0] for job in jobs}:
         flags = [*MODELS[name], *args.train]
         s = train.parse_args(flags)
         with torch.device("meta"):                      # without values
