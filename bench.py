@@ -70,7 +70,8 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import ufp4
-from ufp4_prepare import encode, prepare, read_tokens, vocabulary   # by train.py
+# data/prepare.py, which train.py imports under this name
+from ufp4_prepare import encode, prepare, read_tokens, vocabulary
 from ufp4 import FORMATS, GEMMS, RECIPES, Quantizer, Recipe
 
 # Runs and what is measured go to where one stands, as those of train.py do
@@ -829,7 +830,8 @@ class Results:
         """-> (the variance of a loss error that has an effect of its row and one of its
         seed, from all rows of a group; its degrees of freedom).
 
-        Rows that are not healed and end alike have it in common, as far as we see."""
+        Rows that start at the same step have it in common, as far as we see. Those that end
+    in BF16 do not."""
         cells = [(at[1], seed, error) for at, of in self.errors.items()
                  if group_of(at) == group and at[1] != "bf16" for seed, error in
                  of.items() if math.isfinite(error)]
@@ -1044,9 +1046,12 @@ def shrinking_table(results, _):
               if all((name, row) in results.errors for row in CAUSES)]
     lines = [[f"`{name}`", *(results.effect(on(name, effect), ("settled",))
                              for effect in effects.values())] for name in models]
-    means = [{at: weight / len(models) for name in models
-              for at, weight in on(name, effect).items()} for effect in effects.values()]
-    lines.append(["mean", *(results.effect(mean, ("settled",)) for mean in means)])
+    means = []
+    for effect in effects.values():
+        mean = {at: weight / len(models) for name in models
+                for at, weight in on(name, effect).items()}
+        means.append(results.effect(mean, ("settled",)))
+    lines.append(["mean", *means])
     return [["model", *effects], *lines]
 
 # What the weights keep. We wrote down before the runs what each outcome would mean:

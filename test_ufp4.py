@@ -1494,6 +1494,21 @@ def test_train_a_trained_model_is_loaded_and_exported(settings, text, tmp_path):
     with pytest.raises(ValueError, match="can't read the settings in .*no.pt"):
         train.load(tmp_path / "no.pt")
 
+def test_train_a_checkpoint_of_another_optimizer_is_not_called_damaged(
+        settings, tmp_path, monkeypatch):
+    def build(config, recipe, vocab_size):
+        model, adam = adamw(config, recipe, vocab_size)
+        sgd = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=0.9)
+        return model, sgd
+
+    train.train(s := settings("--recipe", "bf16"))
+    adamw = train.build
+    monkeypatch.setattr(train, "build", build)
+    again = train.parse_args(["--resume", s.out, "--steps", "9", "--out",
+                              str(tmp_path / "sgd")])
+    with pytest.raises(ValueError, match="Missing key.*momentum.*another optimizer"):
+        train.train(again)
+
 def test_train_checkpoints_of_named_steps_are_kept(settings):
     train.train(s := settings("--recipe", "ufp4", "--keep", "1", "--save-at", "3,5"))
     assert [path.name for path in train.checkpoints(s.out)] == [
