@@ -830,8 +830,8 @@ class Results:
         """-> (the variance of a loss error that has an effect of its row and one of its
         seed, from all rows of a group; its degrees of freedom).
 
-        Rows that start at the same step have it in common, as far as we see. Those that end
-    in BF16 do not."""
+        Rows that start at the same step have it in common, as far as we see. Those that
+        end in BF16 do not."""
         cells = [(at[1], seed, error) for at, of in self.errors.items()
                  if group_of(at) == group and at[1] != "bf16" for seed, error in
                  of.items() if math.isfinite(error)]
