@@ -466,7 +466,7 @@ STUDIES = {
     "use": Study(("dense-0.3m",), {"ufp4": TRAINED}, seeds=range(5, 10), uses=USES),
     "heal": Study(("dense-0.3m",), {
         recipe: (recipe, *(f"{recipe}-late-bf16-{steps}" for steps in HEALINGS))
-        for recipe in HEALED}, seeds=range(5, 10), averaged=HEALED),
+        for recipe in HEALED}, seeds=range(5, 10), averaged=("bf16", *HEALED)),
     "early": Study(("dense-0.3m",), {"ufp4-early": EARLY}, seeds=range(5, 10)),
     "early-changes": Study(("dense-0.3m",), {
         row: (row, *changes) for row, changes in EARLY_CHANGES.items()},
@@ -1126,7 +1126,7 @@ def columns_table(results, model):
 
 def healing_table(results, model):
     """Loss errors of runs that end in BF16, by how many steps, and of averages of the
-    weights over the last tenth of the steps."""
+    weights over the last tenth of the steps. All are above BF16's last weights."""
     def places(row):
         used = (model, row, "bf16", "validation")
         yield "none, used in 4 bits", (model, row)
@@ -1140,10 +1140,12 @@ def healing_table(results, model):
         (name, e2m1), (_, ufp4), (_, nvfp4) = at
         lines.append([name, *(results.cell({place: 1}) for _, place in at),
                       results.effect({e2m1: 1, ufp4: -1}),
-                      results.effect({nvfp4: 1, ufp4: -1})])
+                      results.effect({nvfp4: 1, ufp4: -1}), ""])
+    # What an average does to BF16's own weights
+    lines[-1][-1] = results.cell({(model, "bf16", "bf16", "averaged"): 1})
     return without_blanks([
         ["the end in BF16", *(f"`{row}`, % (seeds)" for row in HEALED),
-         "`e2m1` minus `ufp4`", "`nvfp4` minus `ufp4`"], *lines])
+         "`e2m1` minus `ufp4`", "`nvfp4` minus `ufp4`", "`bf16`"], *lines])
 
 def gaps_table(results, model):
     """By how much training losses are above BF16's, in eighths of the 4-bit steps."""

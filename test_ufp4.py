@@ -2362,6 +2362,7 @@ def test_bench_what_the_weights_keep():
     healed = cells(bench.healing_table)
     assert healed["none, used in 4 bits"]["`e2m1` minus `ufp4`"].startswith("+2.50")
     assert healed["average"]["`ufp4`, % (seeds)"].startswith("0.90")
+    assert healed["average"]["`bf16`"].startswith("-0.10")
     _, *lines = bench.columns_table(r, "dense-0.3m")
     assert [line[2].split(" ")[0] for line in lines] == ["4.60", "3.00", "1.60"]
 
