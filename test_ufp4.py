@@ -2415,6 +2415,24 @@ def elsewhere(tmp_path, monkeypatch):
     shutil.copytree(HERE / "data/results", bench.RECORDS)
     return tmp_path
 
+def test_bench_help_says_what_a_command_does_and_runs_go_where_one_stands(capsys):
+    for name, says in (("study", "Train what is not there yet, some rows on some"),
+                       ("use", "weights of a run"), ("runs", "table of the runs"),
+                       ("readme", "without measuring")):
+        with pytest.raises(SystemExit, match="^0$"):
+            bench.main([name, "--help"])
+        assert says in " ".join(capsys.readouterr().out.split())
+    assert not bench.OUT.is_absolute() and bench.OUT.parent == Path("out")
+
+@pytest.mark.parametrize("seeds", (1, 2))
+def test_bench_a_figure_of_one_seed_speaks_of_no_intervals(seeds):
+    from matplotlib.figure import Figure
+    fig = Figure()
+    runs = [{"model": "nano", "row": row, "seed": seed, "bf16": 2.0,
+             "loss": 2.1 + 0.01 * seed} for row in bench.SQUARE for seed in range(seeds)]
+    bench.draw_two_by_two(fig, bench.Results({"models": {}, "runs": runs}), "nano")
+    assert ("intervals" in fig.axes[0].get_ylabel()) == (seeds > 1)
+
 def test_bench_the_commands_that_need_no_gpu(elsewhere, monkeypatch, capsys):
     tiny = dict(train.NANO, layers=1, dim=32, heads=2, hidden=32, seq_len=16)
     monkeypatch.setattr(train, "PRESETS", train.PRESETS | {
