@@ -602,6 +602,9 @@ class Job:
 
         result = self.found("result")
         if not result or (result["loss"] and self.lacking()):
+            if result:                  # other studies have kept what is there
+                self.kept |= {int(path.name[5:]) for path in
+                              train.checkpoints(self.folder)}
             self.forget_after(min(self.lacking()))
             diverged, said = process(self.command())
             if diverged:

@@ -2497,6 +2497,14 @@ def test_bench_a_study_of_the_front_pages_experiment_end_to_end(
     bench.main(command)
     assert train.checkpoints(folder) == [first, last]
     assert json.loads((folder / "result.json").read_text()) == found["bf16"]
+    # If it makes one for another study, it keeps those that are there
+    args = types.SimpleNamespace(study="quick", file=mine, train=command[7:-2])
+    job = bench.Job(args, {}, "nano", "bf16", 0)
+    job.kept.add(10)
+    job.run(threads=1)
+    assert [path.name for path in train.checkpoints(folder)] == [
+        "ckpt-0000010", first.name, last.name]
+    shutil.rmtree(folder / "ckpt-0000010")
     # A changed file is another recipe; else nothing is left to do
     mine.write_text(code.replace("0.04", "0.4"))
     bench.main(command)
