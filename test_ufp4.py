@@ -2429,7 +2429,8 @@ def test_bench_a_figure_of_one_seed_speaks_of_no_intervals(seeds):
     from matplotlib.figure import Figure
     fig = Figure()
     runs = [{"model": "nano", "row": row, "seed": seed, "bf16": 2.0,
-             "loss": 2.1 + 0.01 * seed} for row in bench.SQUARE for seed in range(seeds)]
+             "loss": 2.1 + 0.01 * seed}
+            for row in bench.SQUARE for seed in range(seeds)]
     bench.draw_two_by_two(fig, bench.Results({"models": {}, "runs": runs}), "nano")
     assert ("intervals" in fig.axes[0].get_ylabel()) == (seeds > 1)
 
