@@ -509,6 +509,9 @@ class Job:
         self.base = None
         if base:
             self.base = job_of(args, jobs, model, base, seed)
+            if not self.base.first < self.first < s.steps:
+                raise ValueError(f"{row} starts at step {self.first} of {s.steps}, and "
+                                 f"{base} at {self.base.first}: it needs more --steps")
             self.base.kept.add(self.first)
         self.wave = self.base.wave + 1 if base else 0
         self.steps = s.steps - self.first               # its own
@@ -575,16 +578,24 @@ class Job:
             return 0
         return max(0, last.get("step", 0) - self.first)
 
+    def made_by(self):
+        """machine(), with the commit and torch with which it was trained."""
+        header, *_ = train.read_log(self.folder / "log.jsonl")
+        return machine() | {name: header.get(name) for name in ("commit", "torch")}
+
     def gaps(self):
         """By what part of BF16's its training loss is higher, in each eighth of its
-        steps; None if it does not start from the bf16 run. Both read the same text."""
+        steps; None if it does not start from the bf16 run, or has too few lines in its
+        log. Both read the same text."""
         if not (self.base and self.base.row == "bf16" and self.found("result")["loss"]):
             return None
         ours, theirs = (logged(train.read_log(job.folder / "log.jsonl"), "train_loss")
                         for job in (self, self.base))
         steps = [step for step in ours if step > self.first and step in theirs]
+        if len(steps) < 8:
+            return None
         return [sum(map(ours.get, part)) / sum(map(theirs.get, part)) - 1
-                for part in np.array_split(steps, 8) if len(part)]
+                for part in np.array_split(steps, 8)]
 
     def run(self, threads):
         """Train and validate, unless that is done. RuntimeError if it fails. A loss
@@ -605,12 +616,18 @@ class Job:
             if result:                  # other studies have kept what is there
                 self.kept |= {int(path.name[5:]) for path in
                               train.checkpoints(self.folder)}
-            self.forget_after(min(self.lacking()))
+            if self.lacking():
+                self.forget_after(min(self.lacking()))
             diverged, said = process(self.command())
             if diverged:
                 result = {"loss": None, "error": said}
             else:
                 *_, last = train.read_log(self.folder / "log.jsonl")
+                if result and result["loss"] != last["val_loss"]:
+                    self.forget_after(-1)
+                    raise RuntimeError(
+                        f"{self.folder}, trained once more, has another loss, as if by "
+                        "another torch: delete it, and the folders that start from it")
                 result = {"loss": last["val_loss"], "slope": last.get("slope"),
                           "noise": last.get("noise")}
             save(self.folder / "result.json", result)
@@ -812,14 +829,18 @@ class Results:
         sums = [*self.sums(weights).values()]
         if not sums or not all(map(math.isfinite, sums)):
             return (math.nan if not sums else math.inf), None, 0
-        mean, groups = statistics.mean(sums), collections.defaultdict(list)
-        for at, weight in weights.items():
-            groups[group_of(at)].append(weight)
+        mean, groups = statistics.mean(sums), collections.defaultdict(dict)
+        for (model, row, *use), weight in weights.items():
+            if weight:
+                rows = groups[group_of(model, row)]
+                rows.setdefault(row, {})[tuple(use)] = weight
         variances = []
-        if self.pooled and all(abs(sum(of)) < 1e-9 for of in groups.values()):
-            for group, of in groups.items():
-                variance, df = self.variance(group)
-                variances.append((variance * sum(w * w for w in of) / len(sums), df))
+        for group, rows in groups.items():
+            uses, shares = in_common(rows)
+            variance, df = 0.0, 0
+            if self.pooled and uses and abs(sum(shares)) < 1e-9:
+                variance, df = self.variance(group, tuple(uses.items()))
+            variances.append((variance * sum(n * n for n in shares) / len(sums), df))
         if variances and all(df > 0 for _, df in variances):
             total = sum(variance for variance, _ in variances)
             df = total ** 2 / max(1e-300, sum(v * v / df for v, df in variances))
@@ -829,15 +850,19 @@ class Results:
         return mean, statistics.stdev(sums) / math.sqrt(len(sums)), len(sums) - 1
 
     @functools.cache
-    def variance(self, group):
+    def variance(self, group, uses):
         """-> (the variance of a loss error that has an effect of its row and one of its
-        seed, from all rows of a group; its degrees of freedom).
+        seed, from all rows of a group; its degrees of freedom). uses: ((use of the
+        weights, its part), ...), as what is tested may be a sum over some.
 
         Rows that start at the same step have it in common, as far as we see. Those that
         end in BF16 do not."""
-        cells = [(at[1], seed, error) for at, of in self.errors.items()
-                 if group_of(at) == group and at[1] != "bf16" for seed, error in
-                 of.items() if math.isfinite(error)]
+        cells = [(row, seed, error)
+                 for model, row in {at[:2] for at in self.errors} if row != "bf16"
+                 and group_of(model, row) == group
+                 for seed, error in self.sums({(model, row, *use): part
+                                               for use, part in uses}).items()
+                 if math.isfinite(error)]
         if group[1] == "late" or len(cells) < 2:
             return 0.0, 0
         rows, seeds, errors = zip(*cells)
@@ -911,12 +936,22 @@ class Results:
                 found.setdefault(r["row"], []).append((r["slope"], r["noise"]))
         return {row: tuple(map(statistics.mean, zip(*of))) for row, of in found.items()}
 
-def group_of(at):
-    """Which loss errors have one variance: those of a model, under one use, that start
-    at the same step."""
-    model, row, *use = at
+def group_of(model, row):
+    """Which rows have one variance: those of a model that start at the same step."""
     kind = "late" if "-late-" in row else "early" if row.endswith("-early") else ""
-    return model, kind, *use
+    return model, kind
+
+def in_common(rows):
+    """-> ({use: its part}, [how much each row counts]), if weights {row: {use: weight}}
+    are such products; or (None, [])."""
+    uses = next(iter(rows.values()))
+    first = next(iter(uses))
+    shares = [of.get(first, 0) / uses[first] for of in rows.values()]
+    for of, share in zip(rows.values(), shares):
+        if of.keys() != uses.keys() or not all(
+                math.isclose(of[use], share * part) for use, part in uses.items()):
+            return None, []
+    return uses, shares
 
 def corrected(results, make):
     """make(results), tables, after correct()."""
@@ -966,12 +1001,12 @@ def rows_table(results, study):
                 f"`{base}`" if minus else "", minus,
                 "" if noise is None else f"{100 * noise:.3f}",
                 "" if slope is None else f"{slope:.4f}",
-                results.cell({(model, row, "bf16", "validation"): 1}).split(" (")[0],
+                results.cell({(model, row, "bf16", "validation"): 1}),
                 beyond_line(results, model, row) if study.beyond else "",
                 rows[row] if isinstance(rows, dict) else ""])
     return without_blanks([
         ["row", f"`{model}`: loss error, % (seeds)", "against", "minus that, %",
-         "noise of fprop, %", "slope of fprop", "weights used in BF16, %",
+         "noise of fprop, %", "slope of fprop", "weights used in BF16, % (seeds)",
          "beyond the line, %", "the paper"],
         *lines])
 
@@ -1049,6 +1084,8 @@ def shrinking_table(results, _):
               if all((name, row) in results.errors for row in CAUSES)]
     lines = [[f"`{name}`", *(results.effect(on(name, effect), ("settled",))
                              for effect in effects.values())] for name in models]
+    if not models:
+        return [["model"]]
     means = []
     for effect in effects.values():
         mean = {at: weight / len(models) for name in models
@@ -1336,7 +1373,7 @@ def draw_two_by_two(fig, results, model):
 def records_of(args, jobs, old):
     """The records `old`, in the form of runs.json, with what jobs have found. A run has
     the loss of the bf16 run that it is compared with."""
-    models = dict(old["models"])
+    models, machines = dict(old["models"]), list(old["machines"])
     runs = {(r["model"], r["row"], r["seed"]): r for r in old["runs"]}
     found = {job.key: job.result() for job in jobs}
     jobs = [job for job in jobs                 # that are there, as what they need is
@@ -1351,11 +1388,22 @@ def records_of(args, jobs, old):
                         "bytes": s.steps * s.batch_size * s.seq_len}
     for job in jobs:
         name, row, seed = job.key
-        runs[job.key] = {
-            "model": name, "row": row, "seed": seed, "machine": len(old["machines"]),
-            "bf16": found[name, "bf16", seed]["loss"], **found[job.key],
-            "gaps": job.gaps()}
-    return {"models": models, "machines": [*old["machines"], machine()],
+        run = {"model": name, "row": row, "seed": seed,
+               "bf16": found[name, "bf16", seed]["loss"], **found[job.key],
+               "gaps": job.gaps()}
+        was = runs.get(job.key, run)
+        if (was["loss"], was["bf16"]) != (run["loss"], run["bf16"]):
+            raise ValueError(
+                f"the records have {name}, {row}, seed {seed} with another loss: to "
+                "replace it, first take the runs of this seed out of runs.json")
+        used = was.get("used", {})      # maybe on texts that this study does not use
+        run["used"] = used | {text: used.get(text, {}) | uses
+                              for text, uses in run.get("used", {}).items()}
+        made = job.made_by()
+        if made not in machines:
+            machines.append(made)
+        runs[job.key] = run | {"machine": machines.index(made)}
+    return {"models": models, "machines": machines,
             "runs": [runs[at] for at in sorted(runs)]}
 
 def check_name(kind, name, names):
@@ -1385,6 +1433,7 @@ def jobs_of(args, study):
 SET_BY_STUDY = {"--seed", "--recipe", "--model", "--out", "--overwrite", "--resume",
                 "--init", "--prompt", "--export", "--dry-run", "--eval-interval",
                 "--eval-windows", "--save-at"}
+SAME_IN_ALL = {"--data", "--steps", "--seq-len", "--batch-size"}
 
 def bench_study(args):
     """Train what is not there yet, some rows on some models; print and draw what the
@@ -1392,9 +1441,14 @@ def bench_study(args):
     of train.py: --rows ufp4 "ufp4 --keep-bf16 1"."""
     if args.record and (args.train or args.file):
         raise ValueError("--record takes no --with and no flags of train.py")
-    taken = [text for text in args.train if text.split("=")[0] in SET_BY_STUDY]
-    if taken:
-        raise ValueError(f"a study sets {', '.join(taken)} itself")
+    if args.record and args.study == "quick":
+        raise ValueError("--record: quick validates on a quarter of the text; study "
+                         "nano has its rows")
+    for flags, names in ((args.train, SET_BY_STUDY), (" ".join(args.rows or []).split(),
+                                                      SET_BY_STUDY | SAME_IN_ALL)):
+        taken = [text for text in flags if text.split("=")[0] in names]
+        if taken:
+            raise ValueError(f"a study sets {', '.join(taken)} itself, for all rows")
     if args.file:
         train.import_with(args.file.resolve())
     changed = [name for name in OURS if RECIPES[name] is not OURS[name]]
@@ -1403,6 +1457,10 @@ def bench_study(args):
                          "which others are compared: add one by another name")
     study = STUDIES[args.study]
     mine = [name for name in RECIPES if name not in OURS]
+    taken = [name for name in mine if name in ROWS or group_of("", name)[1]]
+    if taken:
+        raise ValueError(f"rows of bench.py are called {', '.join(taken)}: choose "
+                         "other names, without -late- and -early")
     if args.rows or mine:
         rows = args.rows or [*study.rows, *mine]
         study = replace(study, groups={rows[0]: rows})
@@ -1425,7 +1483,8 @@ def bench_study(args):
         print("One seed settles nothing. --seeds 5 tells more.")
     if len(study.models) == 1 and results.errors:
         (model,) = study.models
-        two_by_two = args.study == "quick" and not args.rows and not mine
+        two_by_two = args.study == "quick" and all(
+            math.isfinite(results.estimate({(model, row): 1})[0]) for row in SQUARE)
         figure(OUT / f"{args.study}.png", (5, 4.9),
                draw_two_by_two if two_by_two else draw_rows, results, model)
     if failed:
@@ -1448,13 +1507,17 @@ def bench_readme(args):
 def bench_use(args):
     """The weights of a run of train.py under recipes that it need not have been trained
     under: validation loss, noise and slope in fprop, and the cosine of the gradients
-    (dW of all layers, as one vector) with those in BF16."""
+    (dW of all layers but experts, as one vector) with those in BF16."""
     path = train.find_checkpoint(args.run)
     s = train.parse_args(["--resume", str(path)])
     shards, val, _ = train.load_data(s, train.read_run(path)["vocab_size"])
     if args.text:
         val = np.array(encode(args.text.read_text(), s.data))
-    rows, found = args.recipes or dict.fromkeys((s.recipe, *TRAINED)), {}
+    own = s.recipe
+    for name in ("keep_bf16", *train.RECIPE_FIELDS):
+        if getattr(s, name):
+            own += f" {train.flag(name)} {getattr(s, name)}"
+    rows, found = args.recipes or (own, *TRAINED), {}
     for row in tqdm(dict.fromkeys(("bf16", *rows)), unit=" recipes"):
         check_name("row", row if row in ROWS else row.split()[0], RECIPES | ROWS)
         model = load_under(path, row, s.device)
@@ -1471,7 +1534,7 @@ def bench_use(args):
                       f"{100 * of['noise']:.3f}" if "noise" in of else "",
                       f"{of['slope']:.4f}" if "noise" in of else "",
                       f"{F.cosine_similarity(of['dw'], bf16['dw'], 0):.4f}"])
-    print(f"{path}, trained under {s.recipe}")
+    print(f"{path}, trained under {own}")
     finish(args, "use", {"use-command": table}, {"run": str(path)})
 
 # ---- sqnr: does the RHT change the preferred grid? (the paper's Q1) ----
@@ -1527,6 +1590,7 @@ def bench_sqnr(args):
     """Which grid suits the tensors of a run of train.py, at its last checkpoint, before
     and after the RHT: signal over noise, and the share of the codes that is used."""
     s = train.parse_args(["--resume", str(args.dir)])
+    set_norms(s.model)
     model = train.load(s.resume, s.device)
     shards, _, _ = train.load_data(s, model.embed.num_embeddings)
     found = sqnr_of(model, *train.get_batch(shards, s, s.steps))
@@ -1751,7 +1815,8 @@ def bench_lm(args):
                 noises[row] = by_kind(ufp4.noise(lm, batch), np.mean)
             if row in FULL:
                 cosines[row] = by_kind({
-                    name: F.cosine_similarity(dw.flatten(), exact[name].flatten(), 0)
+                    name: F.cosine_similarity(dw.flatten(), exact[name].flatten(),
+                                              0).item()
                     for name, dw in gradients(lm, batch).items()}, np.median)
     record = {**about, "losses": losses, "noise": noises, "cosines": cosines,
               "medians": medians}
@@ -1811,7 +1876,8 @@ def train_lm(args, lm, windows, others, about):
     """Continue to train the model, from the same weights, under bf16 and the two by
     two. Each run that ends is kept, and the same command goes on with the next."""
     about |= {"steps": args.steps, "lr": args.lr}
-    mark = zlib.crc32(json.dumps(about, sort_keys=True).encode())
+    what = [str(Path(args.model).resolve()), about]
+    mark = zlib.crc32(json.dumps(what, sort_keys=True).encode())
     folder, rows = OUT / f"lm-{about['lm']['model']}-{mark:08x}", ("bf16", *SQUARE)
     start = {name: value.clone() for name, value in lm.state_dict().items()}
     runs = {}
@@ -2114,27 +2180,32 @@ def logged(log, name):
 # (Of `data`, a path, the version is compared.)
 MAY_DIFFER = {*train.COMMANDS, *train.RECIPE_FIELDS, "recipe", "keep_bf16", "data",
               "device", "compile", "remat", "grad_accum", "eval_interval",
-              "log_interval", "save_interval", "keep", "save_at", "max_new_tokens"}
+              "log_interval", "save_interval", "keep", "save_at", "max_new_tokens"
+              } - {"init"}
 
 def errors_of(log, logs):
     """-> ({step: loss error in %} of a run, where the bf16 run with its settings was
     validated, too; or why there are none). A file of --with may change the optimizer,
     so both must have been started with the same."""
-    ours, why = log[0]["settings"], "no bf16 run"
+    ours, found, why = log[0], None, "no bf16 run"
     for first, *lines in logs:
         settings = first["settings"]
-        differ = {name for name in ours.keys() - MAY_DIFFER
-                  if settings.get(name) != ours[name]}
-        if (settings["recipe"] == "bf16" and not first["start"]
-                and first["data_version"] == log[0]["data_version"]):
+        differ = {name for name in ours["settings"].keys() - MAY_DIFFER
+                  if settings.get(name) != ours["settings"][name]}
+        # What was changed when a run was resumed holds for a part of it
+        differ |= {name for name in {*ours["changed"], *first["changed"]} - MAY_DIFFER
+                   if ours["changed"].get(name) != first["changed"].get(name)}
+        resumed = "recipe" in first["changed"] and not settings["init"]
+        if (settings["recipe"] == "bf16" and not first["start"] and not resumed
+                and first["data_version"] == ours["data_version"]):
             if not differ:
                 bf16 = logged([first, *lines], "val_loss")
-                losses = logged(log, "val_loss").items()
-                return {step: 100 * (loss / bf16[step] - 1) for step, loss in losses
-                        if step in bf16}, ""
+                errors = {step: 100 * (loss / bf16[step] - 1) for step, loss
+                          in logged(log, "val_loss").items() if step in bf16}
+                found = max(found or {}, errors, key=len)
             if differ == {"with_"}:
                 why = "bf16 run has another --with"
-    return {}, why
+    return ({}, why) if found is None else (found, "")
 
 def bench_runs(args):
     """A table of the runs in a folder, at their last validation, and runs.png in it.
@@ -2241,7 +2312,7 @@ def main(argv=None):
         parser.error(f"unknown arguments: {' '.join(args.train)}")
     try:
         globals()[f"bench_{args.command}"](args)
-    except (ValueError, OSError, ImportError, subprocess.CalledProcessError) as e:
+    except (ValueError, OSError, ImportError) as e:
         sys.exit(f"bench.py: {e}")
 
 if __name__ == "__main__":

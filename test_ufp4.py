@@ -2232,6 +2232,11 @@ def test_bench_weights_are_used_under_other_recipes(settings, elsewhere, capsys)
     assert said.keys() == {"`bf16`", "`ufp4`", "`e2m1 --gemms fprop`"}
     assert said["`ufp4`"][0] == f"{own:.4f}" and said["`bf16`"][-1] == "1.0000"
     assert all(0.5 < float(said[row][-1]) < 0.9999 for row in said if "bf16" not in row)
+    # The first row is the run's own recipe, with its flags
+    train.train(settings("--recipe", "ufp4", "--rht", "wgrad", "--out", f"{s.out}-3"))
+    bench.main(["use", f"{s.out}-3", "--windows", "1"])
+    said = capsys.readouterr().out
+    assert "trained under ufp4 --rht wgrad" in said and "`ufp4 --rht wgrad`" in said
 
 def test_bench_every_row_is_another_and_fits_its_models():
     plain = results("ufp4")
@@ -2297,6 +2302,23 @@ def test_bench_rows_of_a_model_share_one_standard_deviation():
     for weights in {"a": 1}, {"a-late-b": 1, "b": -1}:
         weights = bench.on("m", weights)
         assert r.contrast(weights) == own.contrast(weights)
+    # Two uses of the same weights are not independent. Here they differ by a constant
+    # of the row, so that such a difference is exact, and half of a sum varies as one
+    for i, row in enumerate("abcd"):
+        for n, use in enumerate("xy"):
+            r.errors["m", row, use, "text"] = {
+                seed: error + 0.1 * n * i for seed, error in enumerate(rows[row])}
+
+    def at(row, x, y):
+        return {("m", row, use, "text"): part for use, part in zip("xy", (x, y))}
+    mean, half = r.contrast(at("a", 1, -1) | at("c", -1, 1))
+    assert mean == pytest.approx(0.2) and half == pytest.approx(0, abs=1e-7)
+    mean, half = r.contrast(at("a", 0.5, 0.5) | at("b", -0.5, -0.5))
+    assert (mean, half) == pytest.approx((found[0] - 0.05, found[1]), rel=1e-4)
+    # What is no product of rows and uses has the deviation of its own sums
+    weights = {("m", "a", "x", "text"): 1, ("m", "b", "y", "text"): -1}
+    assert r.contrast(weights)[1] == pytest.approx(
+        own.contrast(bench.on("m", {"a": 1, "b": -1}))[1])
 
 def test_bench_what_is_settled_among_all_that_is_tested():
     """Student's t against its table and its closed form; Holm's correction by hand."""
@@ -2444,17 +2466,26 @@ def test_bench_the_commands_that_need_no_gpu(elsewhere, monkeypatch, capsys):
     monkeypatch.setattr(ufp4, "RECIPES", recipes)
     changes = elsewhere / "changes.py"
     changes.write_text("import ufp4\nufp4.RECIPES['ufp4'] = ufp4.Recipe('ufp4')\n")
+    named = elsewhere / "named.py"
+    named.write_text("import ufp4\nufp4.RECIPES['mine-early'] = ufp4.Recipe('m')\n")
     before = tree(elsewhere)
     for command, why in (("study loss --models nano", "unknown model 'nano'"),
                          ("study quick --rows none-such", "unknown row 'none-such'"),
                          ("study quick --rows ufq4", "choose from ufp4"),
                          ("study quick --with none-such.py", "none-such.py"),
                          ("study quick --record --steps 9", "--record takes no"),
+                         ("study quick --record", "a quarter of the text"),
+                         ("study quick --steps 1", "starts at step 0 of 1"),
+                         ("study heal --steps 300", "it needs more --steps"),
+                         (f"study quick --with {named}", "called mine-early: choose"),
                          ("study quick --seed 3", "a study sets --seed itself"),
                          (f"study quick --with {changes}", "changes the recipe ufp4"),
                          ("runs nowhere", "has no run of train.py")):
         with pytest.raises(SystemExit, match=f"bench.py: .*{why}"):
             bench.main(command.split())
+        recipes.pop("mine-early", None)
+    with pytest.raises(SystemExit, match="a study sets --data itself, for all rows"):
+        bench.main(["study", "quick", "--rows", "ufp4 --data shakespeare"])
     assert tree(elsewhere) == before
     bench.main(["cpu"])
     assert "`nano-moe`, bfloat16" in capsys.readouterr().out
@@ -2506,6 +2537,19 @@ def test_bench_a_study_of_the_front_pages_experiment_end_to_end(
     assert [path.name for path in train.checkpoints(folder)] == [
         "ckpt-0000010", first.name, last.name]
     shutil.rmtree(folder / "ckpt-0000010")
+    # One that has ended, though nobody wrote down what it found
+    (folder / "result.json").unlink()
+    bench.main(command)
+    assert json.loads((folder / "result.json").read_text()) == found["bf16"]
+    # One that would be another run than that from which others started
+    shutil.rmtree(first)
+    save = found["bf16"] | {"loss": found["bf16"]["loss"] + 1e-9}
+    (folder / "result.json").write_text(json.dumps(save))
+    for _ in range(2):
+        with pytest.raises(SystemExit, match="trained once more, has another loss"):
+            bench.main(command)
+    (folder / "result.json").unlink()
+    bench.main(command)
     # A changed file is another recipe; else nothing is left to do
     mine.write_text(code.replace("0.04", "0.4"))
     bench.main(command)
@@ -2559,12 +2603,23 @@ def test_bench_a_job_that_fails_is_said_and_other_seeds_go_on(
 
 def test_bench_new_runs_join_the_records():
     old, args = bench.read("runs"), types.SimpleNamespace(train=[])
-    jobs = [types.SimpleNamespace(key=("nano", row, 9), result=lambda loss=loss: {
-        "loss": loss}, gaps=list) for row, loss in (("bf16", 2.0), ("new", 3.0))]
-    records = bench.records_of(args, jobs, old)
+    def jobs(new=3.0, **used):
+        return [types.SimpleNamespace(
+            key=("nano", row, 9), result=lambda loss=loss: {"loss": loss, "used": used},
+            gaps=list, made_by=lambda: {"commit": "c"})
+            for row, loss in (("bf16", 2.0), ("new", new))]
+    records = bench.records_of(args, jobs(validation={"bf16": 2.5}), old)
     assert bench.Results(records).errors["nano", "new"] == {9: 0.5}
     assert len(records["runs"]) == len(old["runs"]) + 2
     assert records["models"].keys() == old["models"].keys()
+    # Another study adds what it has found, and says nothing else of the same run
+    again = bench.records_of(args, jobs(text={"bf16": 2.0, "new": 3.0}), records)
+    assert bench.Results(again).errors["nano", "new", "new", "text"] == {9: 0.5}
+    assert bench.Results(again).errors["nano", "new", "bf16", "validation"] == {9: 0}
+    assert again["machines"] == records["machines"] == [*old["machines"],
+                                                        {"commit": "c"}]
+    with pytest.raises(ValueError, match="nano, new, seed 9 with another loss"):
+        bench.records_of(args, jobs(new=3.1), records)
 
 def test_bench_the_pages_and_figures_follow_from_the_records(elsewhere):
     for path in bench.RECORDS.glob("*.png"):
@@ -2633,11 +2688,18 @@ def test_bench_runs_are_compared_with_the_bf16_run_of_the_same_settings(
             ("e2m1", {}, worse, ""), ("another-seed", {"seed": 1}, worse, ""),
             ("longer", {"steps": 99}, worse, ""), ("begun", {}, [], ""),
             ("another-with", {"with_": "mine.py"}, worse, ""),
+            ("begun-bf16", {"recipe": "bf16"}, lines[:2], ""),
+            ("from-weights", {"recipe": "bf16", "init": "bf16"}, worse, ""),
             ("stopped", {}, worse[:7], '{"step": 7, "train_lo')):
         s = header["settings"] | {"recipe": "e2m1"} | changed
         texts = [json.dumps(line) for line in ({**header, "settings": s}, *logged)]
         (out / name).mkdir()
         (out / name / "log.jsonl").write_text("\n".join([*texts, torn]))
+    # A run that only ended in BF16 is not one with which others are compared
+    resumed = {**header, "start": 4, "changed": {"recipe": ["e2m1", "bf16"]}}
+    path = out / "anew/log.jsonl"
+    path.parent.mkdir()
+    path.write_text("\n".join(map(json.dumps, (header, *worse, resumed, *worse[5:]))))
     (out / "broken").mkdir()
     (out / "broken/log.jsonl").write_text("not a log\n")
     capsys.readouterr()
@@ -2647,6 +2709,7 @@ def test_bench_runs_are_compared_with_the_bf16_run_of_the_same_settings(
     found = {line.split("  ")[0]: re.split("  +", line) for line in said.splitlines()}
     for name, steps, error in (
             ("bf16", "8 of 8", "+0.00"), ("e2m1", "8 of 8", "+25.00"),
+            ("from-weights", "8 of 8", "+0.00"), ("anew", "8 of 8", "+25.00"),
             ("stopped", "6 of 8", "+25.00")):           # at its last validation
         assert found[name][1:3] == [Path(s["data"]).name, steps]
         assert found[name][4] == error

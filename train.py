@@ -718,8 +718,9 @@ def log(config, record):
 
 def read_log(path):
     """-> [header, step, step, ...], dicts. Each start of a run logs a header. Returned
-    is the last, with the step at which the first began. A step may have several lines.
-    What was logged after the step at which a run was resumed does not count."""
+    is the last, but with the step and --init of the first, and all that was changed. A
+    step may have several lines. What was logged after the step at which a run was
+    resumed does not count."""
     header, steps = None, {}
     for text in Path(path).read_text(errors="replace").splitlines():
         try:
@@ -732,7 +733,11 @@ def read_log(path):
             steps[record["step"]] = steps.get(record["step"], {}) | record
         elif "settings" in record:
             steps = {n: old for n, old in steps.items() if n <= record["start"]}
-            header = record | {"start": header["start"] if header else record["start"]}
+            if header:
+                record["start"] = header["start"]
+                record["settings"]["init"] = header["settings"].get("init")
+                record["changed"] = header["changed"] | record["changed"]
+            header = record
     require(header, f"{path} is damaged: it has no settings")
     return [header, *(steps[n] for n in sorted(steps))]
 
