@@ -961,12 +961,15 @@ def corrected(results, make):
 
 # ---- Tables ----
 
-def tables_of(results, studies=STUDIES):
-    """{marker in the page: table} of what was measured."""
+def tables_of(results, studies, all_rows=True):
+    """{marker in the page: table} of what was measured. all_rows: not only of rows that
+    no other table has."""
     tables = {}
     for name, study in studies.items():
-        make = rows_table if len(study.models) == 1 else models_table
-        tables[name] = make(results, study)
+        if len(study.models) > 1:
+            tables[name] = models_table(results, study)
+        elif all_rows or name not in MORE_TABLES:
+            tables[name] = rows_table(results, study)
         for marker, more in MORE_TABLES.get(name, {}).items():
             tables[marker] = more(results, next(iter(study.models)))
     for name, model in (("two-by-two", "dense-0.3m"), ("two-by-two-nano", "nano")):
@@ -976,7 +979,7 @@ def tables_of(results, studies=STUDIES):
 
 def page_tables(results):
     """The tables of the page. Only together do they say how much was tested."""
-    return tables_of(results) | {"pairs": pairs_table(results)}
+    return tables_of(results, STUDIES, False) | {"pairs": pairs_table(results)}
 
 def without_blanks(table, names=1):
     """The table without lines that have nothing but their names, which are the first
