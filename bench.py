@@ -591,7 +591,9 @@ class Job:
             return None
         ours, theirs = (logged(train.read_log(job.folder / "log.jsonl"), "train_loss")
                         for job in (self, self.base))
-        steps = [step for step in ours if step > self.first and step in theirs]
+        # Only those that each run logs. A checkpoint comes with a line of its own, too
+        steps = [step for step in ours if step > self.first and step in theirs
+                 and step % self.settings.log_interval == 0]
         if len(steps) < 8:
             return None
         return [sum(map(ours.get, part)) / sum(map(theirs.get, part)) - 1
@@ -838,7 +840,8 @@ class Results:
         for group, rows in groups.items():
             uses, shares = in_common(rows)
             variance, df = 0.0, 0
-            if self.pooled and uses and abs(sum(shares)) < 1e-9:
+            if (self.pooled and uses and abs(sum(shares)) < 1e-9
+                    and "bf16" not in rows):
                 variance, df = self.variance(group, tuple(uses.items()))
             variances.append((variance * sum(n * n for n in shares) / len(sums), df))
         if variances and all(df > 0 for _, df in variances):
@@ -856,7 +859,7 @@ class Results:
         weights, its part), ...), as what is tested may be a sum over some.
 
         Rows that start at the same step have it in common, as far as we see. Those that
-        end in BF16 do not."""
+        end in BF16 do not, nor does BF16 itself."""
         cells = [(row, seed, error)
                  for model, row in {at[:2] for at in self.errors} if row != "bf16"
                  and group_of(model, row) == group
@@ -1169,23 +1172,23 @@ def columns_table(results, model):
 
 def healing_table(results, model):
     """Loss errors of runs that end in BF16, by how many steps, and of averages of the
-    weights over the last tenth of the steps. All are above BF16's last weights."""
+    weights over the last tenth of the steps. Those are above an average of BF16's, and
+    the last column says what that does to BF16."""
     def places(row):
-        used = (model, row, "bf16", "validation")
         yield "none, used in 4 bits", (model, row)
-        yield "none", used
+        yield "none", (model, row, "bf16", "validation")
         for steps in HEALINGS:
             yield f"{steps} steps", (model, f"{row}-late-bf16-{steps}")
         yield "average, used in 4 bits", (model, row, row, "averaged")
         yield "average", (model, row, "bf16", "averaged")
-    lines = []
+    lines, exact = [], (model, "bf16", "bf16", "averaged")
     for at in zip(*map(places, HEALED)):
         (name, e2m1), (_, ufp4), (_, nvfp4) = at
-        lines.append([name, *(results.cell({place: 1}) for _, place in at),
+        base = {exact: -1} if name.startswith("average") else {}
+        lines.append([name, *(results.cell({place: 1} | base) for _, place in at),
                       results.effect({e2m1: 1, ufp4: -1}),
-                      results.effect({nvfp4: 1, ufp4: -1}), ""])
-    # What an average does to BF16's own weights
-    lines[-1][-1] = results.cell({(model, "bf16", "bf16", "averaged"): 1})
+                      results.effect({nvfp4: 1, ufp4: -1}),
+                      results.cell({exact: 1}).split(" (")[0] if base else ""])
     return without_blanks([
         ["the end in BF16", *(f"`{row}`, % (seeds)" for row in HEALED),
          "`e2m1` minus `ufp4`", "`nvfp4` minus `ufp4`", "`bf16`"], *lines])
