@@ -2383,7 +2383,7 @@ def test_bench_what_the_weights_keep():
     assert means == ["+2.50", "+2.00", "+0.50", "+0.40", "+0.50"]
     healed = cells(bench.healing_table)
     assert healed["none, used in 4 bits"]["`e2m1` minus `ufp4`"].startswith("+2.50")
-    assert healed["average"]["`ufp4`, % (seeds)"].startswith("1.00")
+    assert healed["average"]["`ufp4`, %"].startswith("1.00")
     assert healed["average"]["`bf16`"].startswith("-0.10")
     _, *lines = bench.columns_table(r, "dense-0.3m")
     assert [line[2].split(" ")[0] for line in lines] == ["4.60", "3.00", "1.60"]
