@@ -965,8 +965,8 @@ def corrected(results, make):
 # ---- Tables ----
 
 def tables_of(results, studies, all_rows=True):
-    """{marker in the page: table} of what was measured. all_rows: not only of rows that
-    no other table has."""
+    """{marker in the page: table} of what was measured. all_rows: with a table of each
+    study's rows, also if MORE_TABLES has others for it."""
     tables = {}
     for name, study in studies.items():
         if len(study.models) > 1:
