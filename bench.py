@@ -16,6 +16,7 @@
     python bench.py study early     the finding, with 4 bits right after warm-up
     python bench.py study early-changes     single changes, from there
     python bench.py study heal      how many steps of BF16 at the end undo the error
+    python bench.py study switch    trained otherwise, with the last steps in E2M1
     python bench.py study scales    block scales that hardware has, or will have
     python bench.py use RUN     the weights of a run of yours under other recipes
     python bench.py sqnr DIR    which grid suits the tensors of a run, and the RHT
@@ -356,6 +357,13 @@ for recipe in HEALED:
     ROWS |= {f"{recipe}-{what}": f"--recipe {recipe} {flags}"
              for what, flags in REPAIRS.items()}
     ROWS |= {f"{recipe}-late-bf16-{steps}": "--recipe bf16" for steps in HEALINGS}
+# Weights that will be used in E2M1, trained otherwise, but for the last steps. Written
+# down before the runs: if a hundred steps bring those of ufp4 to within 0.1% of those
+# of e2m1, a run need not be in the format of its use. If bf16's get as far, it need not
+# be in 4 bits at all
+SWITCHES = [f"{recipe}-late-e2m1-{steps}" for recipe in ("ufp4", "bf16")
+            for steps in HEALINGS[1:]]
+ROWS |= {row: "--recipe e2m1" for row in SWITCHES}
 
 def row_flags(row):
     """A row is called by a recipe, by a name in ROWS, or as in "ufp4 --keep-bf16 1"."""
@@ -467,6 +475,7 @@ STUDIES = {
     "heal": Study(("dense-0.3m",), {
         recipe: (recipe, *(f"{recipe}-late-bf16-{steps}" for steps in HEALINGS))
         for recipe in HEALED}, seeds=range(5, 10), averaged=("bf16", *HEALED)),
+    "switch": Study(("dense-0.3m",), {"e2m1": ("e2m1", *SWITCHES)}, seeds=range(5, 10)),
     "early": Study(("dense-0.3m",), {"ufp4-early": EARLY}, seeds=range(5, 10)),
     "early-changes": Study(("dense-0.3m",), {
         row: (row, *changes) for row, changes in EARLY_CHANGES.items()},
