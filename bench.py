@@ -362,7 +362,7 @@ for recipe in HEALED:
 # of e2m1, a run need not be in the format of its use. If bf16's get as far, it need not
 # be in 4 bits at all
 SWITCHES = [f"{recipe}-late-e2m1-{steps}" for recipe in ("ufp4", "bf16")
-            for steps in HEALINGS[1:]]
+            for steps in (30, 100)]
 ROWS |= {row: "--recipe e2m1" for row in SWITCHES}
 
 def row_flags(row):
@@ -1252,13 +1252,14 @@ def draw_causes(fig, results, model):
         elif "-slope-" not in row:
             left.errorbar(100 * noise, error, fmt="o", **style)
             away = {"ufp4-mx": (-48, -12), "mxfp4": (7, 4), "e2m1": (7, -10),
-                    "ufp4-rht-wgrad": (-76, 14)}.get(row, (7, -3))
+                    "ufp4-rht-wgrad": (-60, 14), "e2m1-full-rht": (5, -13),
+                    "nvfp4": (7, 1)}.get(row, (7, -3))
             left.annotate(row, (100 * noise, error), away, color=color, fontsize=9,
                           textcoords="offset points")
         if "-slope-" in row or row == "ufp4":
             right.errorbar(100 * (1 - slope), error, fmt="s", ms=4, **style)
             below = row == "ufp4" or "all" in row       # its name
-            away = -40 if "996" in row else -14, -18 if below else 10
+            away = -20 if "996" in row else -14, -18 if below else 10
             right.annotate(row.removeprefix("ufp4-"), (100 * (1 - slope), error),
                            away, fontsize=9, textcoords="offset points")
     noises, errors = zip(*((100 * fprop[row][1],
