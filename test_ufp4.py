@@ -1988,6 +1988,7 @@ assert size > 150e6 and grown < 0.75 * size, (size, grown)
 whole = {name: p.full_tensor() for name, p in build(511).named_parameters()}
 if train.RANK == 0:
     train.torch.save(whole, "whole.pt")
+del large                               # it holds the process group
 train.dist.destroy_process_group()      # or a thread of gloo may outlive its process
 """, tmp_path, *torchrun)
     assert code == 0, error
