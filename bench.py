@@ -2020,7 +2020,7 @@ def compiled(name, arch):
     from triton import JITFunction
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
-    kernels, _ = ufp4.load_kernels()
+    kernels = ufp4.kernels
     target = GPUTarget("cuda", int(arch[3:]), 32)
     driver.set_active(types.SimpleNamespace(
         get_current_target=lambda: target, get_current_device=lambda: 0,
@@ -2034,13 +2034,13 @@ def compiled(name, arch):
     x = torch.empty(8192, 8192, dtype=torch.bfloat16, device="meta")
     if name in calls():
         q, transposed = calls()[name]
-        bits = torch.empty(x.numel(), dtype=torch.int16, device="meta")
-        kernels.quantize(ufp4.settings_of(q), x.T if transposed else x,
+        bits = torch.empty(x.shape, dtype=torch.int16, device="meta")
+        kernels.quantize(ufp4.kernels.settings_of(q), x.T if transposed else x,
                          bits if q.stochastic else None, x.dtype)
     else:
         q = RECIPES[name].quantizer("x", "fprop")
-        a = kernels.quantize_native(ufp4.settings_of(q), x, None)
-        kernels.matmul(a, a, x.dtype)
+        a = kernels.quantize_native(ufp4.kernels.settings_of(q), x, None)
+        kernels.matmul(x.dtype, a, a)
     return found[-1].asm
 
 def counted_in(asm):
@@ -2094,11 +2094,11 @@ def lowering(name, arch):
 
     It is compiled in a process of its own, without the interpreter, as a compiler that
     fails an assertion ends its process. Then the cell is the last line that it said."""
-    kernels, _ = ufp4.load_kernels()
+    kernels = ufp4.kernels
     path = "quantize"
     if name not in calls():
         recipe = RECIPES[name]
-        levels, scale, *_ = ufp4.settings_of(recipe.quantizer("x", "fprop"))
+        levels, scale, *_ = ufp4.kernels.settings_of(recipe.quantizer("x", "fprop"))
         kind = kernels.MANTISSA_BITS[levels], scale, recipe.block
         path, archs = kernels.NATIVE[kind]
         if arch not in archs:
@@ -2139,7 +2139,7 @@ def bench_kernels(args):
         row(f"{name}, `ufp4` / bf16", median(ours) / median(bf16), ours)
 
     def quantize(q, x):
-        return ufp4.kernels.quantize(ufp4.settings_of(q), x,
+        return ufp4.kernels.quantize(ufp4.kernels.settings_of(q), x,
                                      bits if q.stochastic else None, x.dtype)
 
     x, y = (torch.randn(8192, 8192, **on_gpu) for _ in range(2))

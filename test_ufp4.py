@@ -46,8 +46,8 @@ from ufp4 import (E1M2, E2M1, FORMATS, GEMMS, RECIPES, SCALES, Format, Quantizer
                   rotate, uniform)
 
 kernels = ufp4.kernels
-TRITON = tuple(map(int, kernels.triton.__version__.split(".")[:2])) if kernels else ()
-works = kernels and (not kernels.INTERPRET or TRITON >= (3, 9))
+TRITON = kernels.triton and tuple(map(int, kernels.triton.__version__.split(".")[:2]))
+works = TRITON and (not kernels.INTERPRET or TRITON >= (3, 9))
 needs_kernels = pytest.mark.skipif(
     not works,
     reason="no Triton, or an interpreter (before 3.9) that rounds tl.fma twice")
@@ -82,10 +82,9 @@ def seeded_and_eager(monkeypatch, request):
         yield
 
 def use_kernels(monkeypatch, on):
-    monkeypatch.setattr(ufp4, "kernels", kernels if on else None)
-    monkeypatch.setattr(ufp4, "INTERPRET", on and DEVICE == "cpu")
+    monkeypatch.setattr(kernels, "runs_triton", lambda device: on)
     # Processes that a test starts inherit this
-    monkeypatch.setenv("TRITON_INTERPRET", str(int(ufp4.INTERPRET)))
+    monkeypatch.setenv("TRITON_INTERPRET", str(int(on and DEVICE == "cpu")))
 
 compiling = functools.partial(torch.compiler.set_stance, "default")
 zeros = torch.zeros
@@ -632,7 +631,7 @@ def test_core_ones_own_rule_format_or_quantizer_is_what_compiled_code_runs(recip
                       backend="aot_eager")
     assert torch.equal(f(x, w), y) and not torch.equal(y, ufp4.linear(x, w, "ufp4"))
     q = Doubled(E1M2, signs=random_signs(0))
-    ufp4.run(q, 16, torch.float32, v := randn(128, 256))
+    kernels.run(q, 16, torch.float32, v := randn(128, 256))
     assert q.largest == v.abs().amax() and q.signs == random_signs(0)
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -722,10 +721,10 @@ def test_compiled_code_misreads_no_view_and_no_row():
     x = torch.view_as_complex(randn(256, 160, 2)).conj().imag
     assert x.is_neg()
     q = Quantizer(E1M2, signs=random_signs(0))
-    assert torch.equal(ufp4.run(q, 16, torch.float32, x), q(x.resolve_neg()))
-    assert torch.equal(ufp4.run(q, 16, torch.float32, x.T), q(x.T.resolve_neg()))
+    assert torch.equal(kernels.run(q, 16, torch.float32, x), q(x.resolve_neg()))
+    assert torch.equal(kernels.run(q, 16, torch.float32, x.T), q(x.T.resolve_neg()))
     with pytest.raises(RuntimeError, match="unflatten"):
-        ufp4.run(replace(q, signs=random_signs(0, 64)), 16, torch.float32, x[:, :80])
+        kernels.run(replace(q, signs=random_signs(0, 64)), 16, torch.float32, x[:, :80])
 
 # ---- Models --------------------------------------------------------------------------
 class Tied(nn.Module):
@@ -891,7 +890,7 @@ def same(q, x, dtype=torch.float32):
     """Asserts that the kernel gives what the reference gives, for the same bits."""
     bits = random_bits(x) if q.stochastic else None
     given = bits if bits is None else bits.short().to(DEVICE)
-    got = kernels.quantize(ufp4.settings_of(q), x.to(DEVICE), given, dtype)
+    got = kernels.quantize(kernels.settings_of(q), x.to(DEVICE), given, dtype)
     assert got.dtype == dtype and got.is_contiguous()
     assert same_bits(got.cpu().float(), ufp4.reference(q, x, bits, dtype).float())
 
@@ -943,7 +942,7 @@ def test_kernels_native_operands_are_codes_and_swizzled_scales(fmt, scale):
     q = Quantizer(FORMATS[fmt], SCALES[scale], BLOCKS[scale], stochastic=True)
     for v in x, x.T:
         bits = random_bits(v)
-        got = kernels.quantize_native(ufp4.settings_of(q), v.to(DEVICE),
+        got = kernels.quantize_native(kernels.settings_of(q), v.to(DEVICE),
                                       bits.short().to(DEVICE))
         want = ufp4.pack(q, v, uniform(bits))
         r, g = torch.meshgrid(*map(torch.arange, want.scale.shape), indexing="ij")
@@ -970,9 +969,9 @@ def test_kernels_matmul_multiplies_the_values_of_its_operands(path, fmt, monkeyp
     monkeypatch.setitem(kernels.NATIVE, (kernels.MANTISSA_BITS[q.fmt.levels], "e8m0",
                                          32), (path, ()))
     x, w = randn(129, 160), randn(130, 160, seed=1)
-    a, b = (kernels.quantize_native(ufp4.settings_of(q), v, None) for v in (x, w))
+    a, b = (kernels.quantize_native(kernels.settings_of(q), v, None) for v in (x, w))
     for dtype, bits in ((torch.float32, 18), (torch.bfloat16, 11)):
-        got = kernels.matmul(a, b, dtype)
+        got = kernels.matmul(dtype, a, b)
         exact = q(x).double() @ q(w).double().T
         assert got.dtype == dtype and close(got, exact, 160, bits)
 
@@ -981,11 +980,10 @@ def test_kernels_native_products_are_chosen_by_recipe_and_gpu(monkeypatch):
     archs = ("sm_80", "sm_90", "sm_100", "sm_103", "sm_120")
     monkeypatch.setattr(kernels, "failed_native_check", lambda *_: None)
     def native(recipe, dtype=torch.bfloat16):
-        values = tuple(ufp4.settings_of(recipe.quantizer(operand, gemm))
-                       for gemm in GEMMS for operand in ("x", "w", "dy"))
+        values = kernels.settings_of_all(recipe)
         for arch in archs:
             monkeypatch.setattr(kernels, "architecture", lambda device: arch)
-            yield kernels.is_native(values, dtype, DEVICE, ufp4.reference_of)
+            yield kernels.multiplies(values, dtype, DEVICE)
 
     for name, wanted in (("ufp4", ""), ("nvfp4", archs[2:]), ("mxfp4", archs[2:]),
                          ("ufp4-mx", archs[2:]), ("ufp4-e4m3", archs[4:])):
@@ -1036,20 +1034,20 @@ def test_kernels_what_they_cannot_do_is_said_once_and_done_without(monkeypatch):
 def test_kernels_their_check_catches_what_is_broken(name, broken, where, monkeypatch):
     monkeypatch.setattr(kernels, name, broken(getattr(kernels, name)))
     seed = 1000 + ord(name[1])          # signs that nothing has been checked with
-    values = ufp4.settings_of(Quantizer(E1M2, signs=random_signs(seed),
+    values = kernels.settings_of(Quantizer(E1M2, signs=random_signs(seed),
                                          stochastic=True))
     with torch.device("meta"):          # the check runs under any default device
         reason = kernels.why_not(values, torch.float32, torch.bfloat16,
-                                 torch.device("cpu"), ufp4.reference_of)
+                                 torch.device("cpu"))
     assert re.search(where, reason), reason
 
 @needs_kernels
 def test_kernels_do_not_know_a_rule_that_was_changed_in_place(monkeypatch):
     """The reference is what counts: a changed one is noticed when first used."""
     monkeypatch.setattr(Format, "round", lambda self, a, rand=None: a.clamp(max=1.0))
-    values = ufp4.settings_of(Quantizer(E2M1, signs=random_signs(77)))
+    values = kernels.settings_of(Quantizer(E2M1, signs=random_signs(77)))
     reason = kernels.why_not(values, torch.float32, torch.float32,
-                             torch.device(DEVICE), ufp4.reference_of)
+                             torch.device(DEVICE))
     assert "differ from ufp4.py" in reason
 
 def test_core_a_folder_with_our_files_is_a_package(tmp_path):
@@ -1075,12 +1073,11 @@ def test_kernels_hand_on_who_looks_for_another_package_of_that_name(tmp_path):
     code = (f"import sys; sys.path[:0] = [{str(HERE)!r}, {str(tmp_path / 'site')!r}]\n"
             "import ufp4, kernels, kernels._inner\n"
             "assert kernels.Device is kernels._inner.Device\n"
-            "assert ufp4.load_kernels()[0].quantize\n"
+            "assert ufp4.kernels.quantize\n"
             "del sys.modules['kernels'], sys.modules['kernels._inner'], sys.path[1]\n"
             "sys.modules['triton'] = None\n"       # it can't be imported
             "import kernels\n"
-            "del sys.modules['ufp4_kernels']\n"
-            "assert ufp4.load_kernels()[0] is None\n")
+            "assert ufp4.load_kernels().why_not(None, *3 * [None]) == 'there is no Triton'\n")
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
 
 # ---- train.py ------------------------------------------------------------------------
