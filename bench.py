@@ -573,7 +573,8 @@ def bench_study(args):
             math.isfinite((results.interval(model, row) or [math.nan])[0])
             for row in SQUARE)
         figure(OUT / f"{args.study}.png", (5, 4.9),
-               draw_two_by_two if two_by_two else draw_rows, results, model)
+               *([draw_two_by_two, results, model] if two_by_two else
+                 [draw_rows, results, model, study.rows]))
     if failed:
         sys.exit(f"{failed}\nbench.py: the same command tries these again")
 
@@ -614,6 +615,16 @@ def bench_use(args):
 
 # ---- sqnr: does the RHT change the preferred grid? (the paper's Q1) ----
 
+def sqnr(q, x):
+    """Signal to quantization noise in dB, -10 log10(|q - x|^2 / |x|^2), as in the
+    paper."""
+    error, signal = (q - x).double().square().sum(), x.double().square().sum()
+    return -10 * math.log10(error / signal)
+
+def padded(x):
+    """x, its last dimension filled up with zeros to whole blocks, as layers do it."""
+    return F.pad(x, (0, -x.shape[-1] % 16)).contiguous()
+
 def capture(model, *batch):
     """{layer: {"x", "w", "dy": its tensor (rows, columns)}} of each linear layer, when
     model(*batch) is the loss."""
@@ -645,7 +656,7 @@ def measure(x, w, dy):
     for gemm, result, names, a, b in (("fprop", "Y", ("X", "W"), x, w),
                                       ("dgrad", "dX", ("dY", "W"), dy, w.T),
                                       ("wgrad", "dW", ("dY", "X"), dy.T, x.T)):
-        plain = [a.contiguous(), b.contiguous()]
+        plain = [padded(a), padded(b)]
         for operands in (plain, [ufp4.rotate(v, signs) for v in plain]):
             for fmt in GRIDS:
                 rounded = [ufp4.fake_quantize(v, fmt) for v in operands]

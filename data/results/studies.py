@@ -104,7 +104,7 @@ class Study:
     groups: dict                    # {row: the rows that are compared with it}. These
                                     # may be {row: what the paper says of it}
     effects: dict = None            # {name: {row: weight}}
-    beyond: bool = False            # whether there is a column of beyond_line()
+    line: tuple = ()                # rows through which beyond_line() draws its line
     what: str = "model"             # what the models are called by
     seeds: range = range(5)
     uses: tuple = ()                # rows under which the trained weights are validated
@@ -121,7 +121,7 @@ STUDIES = {
     "loss": Study(("dense-0.3m",), {
         "ufp4": ("ufp4", "ufp4-rht-wgrad", "e2m1", "e2m1-full-rht"),
         "nvfp4": ("nvfp4", "ufp4-e4m3"),
-        "mxfp4": ("mxfp4", "ufp4-mx")}, beyond=True),
+        "mxfp4": ("mxfp4", "ufp4-mx")}, line=DOSES),
     "scaling": Study({name: name for name in SCALING}, {
         "ufp4": ("ufp4", "ufp4-rht-wgrad", "e2m1", "e2m1-full-rht", "nvfp4")},
         {"`e2m1` minus `ufp4`, %": GAP}),
@@ -137,7 +137,7 @@ STUDIES = {
                  "ufp4-slope-0.9", "ufp4-shrunk", "ufp4-slope-0.98-all",
                  "ufp4-slope-0.9-all"),
         "e2m1": ("e2m1", "e2m1-debiased"),
-        "e2m1-full-rht": ("e2m1-full-rht", "e2m1-full-rht-debiased")}, beyond=True),
+        "e2m1-full-rht": ("e2m1-full-rht", "e2m1-full-rht-debiased")}, line=DOSES),
     "norms": Study({"dense-0.3m": "with norms", "no-norms-0.3m": "without norms"},
                    {"ufp4": ("ufp4", "ufp4-slope-0.98", "ufp4-slope-0.9")},
                    {f"slope {slope} minus `ufp4`, %": {f"ufp4-slope-{slope}": 1,
@@ -191,7 +191,8 @@ STUDIES = {
     "bins": Study(("dense-0.3m",), {
         "ufp4": ("ufp4", "u7", "u6", "ufp4-shift+0.1", "ufp4-shift-0.1"),
         "e2m1-full-rht": ("e2m1-full-rht", "e2m1-full-rht-own",
-                          "e2m1-full-rht-own-fill")}, seeds=range(10), beyond=True),
+                          "e2m1-full-rht-own-fill")}, seeds=range(10),
+        line=("ufp4", "u7", "u6")),
     # Predicted: the lead under E4M3 scales 0.55 +- 0.23; four-over-six with E4M3 scales
     # and the last block in BF16 0.75 to 0.9%
     "hardware": Study(("dense-0.3m",), {
