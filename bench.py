@@ -18,6 +18,10 @@
     python bench.py study heal      how many steps of BF16 at the end undo the error
     python bench.py study switch    trained otherwise, with the last steps in E2M1
     python bench.py study scales    block scales that hardware has, or will have
+    python bench.py study bins      what do the lopsided bins of E2M1 cost?
+    python bench.py study hardware  the finding within the scales of Blackwell
+    python bench.py study fprop-only    fprop in 4 bits, the backward pass in BF16
+    python bench.py study early-seeds   more seeds of the lead from warm-up on
     python bench.py use RUN     the weights of a run of yours under other recipes
     python bench.py sqnr DIR    which grid suits the tensors of a run, and the RHT
     python bench.py lm MODEL    a language model of Hugging Face's under each recipe
@@ -26,16 +30,18 @@
     python bench.py dispatch    what the kernels compile to on GPUs not here (2 min)
     python bench.py kernels     their speed on this GPU, against copying and cuBLAS
     python bench.py runs        your own runs of train.py, as a table and as curves
-    python bench.py train       train.py with the recipes below besides its own
-    python bench.py readme      tables and figures again, from the records
 
-`study` and `train` take `--with mine.py`, a file that adds recipes of yours. So
-`study quick --with mine.py --rows ufp4 mine` measures your recipe beside ufp4. All
-studies but quick take hours. They keep each run, and go on after Ctrl-C. More flags are
-for train.py: `study loss --seeds 2 --steps 300` is a quick look.
+`study` takes `--with mine.py`, a file that adds recipes of yours. So `study quick
+--with mine.py --rows ufp4 mine` measures your recipe beside ufp4. Rows start at two
+thirds of the steps: one that changes over time may need `--start N`. All studies but
+quick take hours. They keep each run, and go on after Ctrl-C. A run is named after its
+flags and its code, so that none of other code is used. More flags are for train.py:
+`study loss --seeds 2 --steps 300` is a quick look.
 
 What is measured goes to out/bench, in the folder where you stand. With --record it goes
-to data/results beside this file, and from there into the README.md there.
+to data/results beside this file. What the pages there are made of stands there, too:
+data/results/studies.py says what studies train, recipes.py has the recipes that were
+tried, and `python data/results/report.py` makes tables and figures from the records.
 """
 import argparse
 import collections
@@ -75,7 +81,7 @@ import ufp4
 import report
 from figures import (GRIDS, draw_lm, draw_rows, draw_slopes, draw_sqnr,
                      draw_two_by_two, figure)
-from report import Results, kind_of, labelled, measured, sqnr_table
+from report import Results, labelled, measured, sqnr_table
 from studies import (LM_GROUPS, MODELS, ROWS, SHORT_TEXTS, SQUARE, STUDIES, TRAINED,
                      WITH, row_flags)
 from train import prepare
@@ -132,8 +138,6 @@ def finish(args, name, tables, more={}):
         print_table(rows)
     folder = RECORDS if args.record else OUT
     save(folder / f"{name}.json", {**more, "machine": machine(), "tables": tables})
-    if args.record:
-        report.fill_pages(folder)
     print(f"saved in {folder}")
     return folder
 
@@ -544,7 +548,8 @@ def bench_study(args):
                          "which others are compared: add one by another name")
     study = STUDIES[args.study]
     mine = [name for name in RECIPES if name not in known]
-    taken = [name for name in mine if name in ROWS or kind_of(name)]
+    taken = [name for name in mine
+             if name in ROWS or "-late-" in name or name.endswith("-early")]
     if taken:
         raise ValueError(f"rows of bench.py are called {', '.join(taken)}: choose "
                          "other names, without -late- and -early")
@@ -560,7 +565,7 @@ def bench_study(args):
     records = records_of(args, jobs, old)
     if args.record:
         save(RECORDS / "runs.json", records)
-        return print("python data/results/report.py makes tables and figures again")
+        return print("python data/results/report.py makes the tables and figures")
     results = Results(measured(records["runs"]), records["models"])
     tables = labelled(report.tables_of(results, {args.study: study}))
     for table in tables.values():
@@ -584,6 +589,7 @@ def bench_use(args):
     """The weights of a run of train.py under recipes that it need not have been trained
     under: validation loss, noise and slope in fprop, and the cosine of the gradients
     (dW of all layers but experts, as one vector) with those in BF16."""
+    tried()
     path = train.find_checkpoint(args.run)
     s = train.parse_args(["--resume", str(path)])
     shards, val, _ = train.load_data(s, train.read_run(path)["vocab_size"])
@@ -807,6 +813,7 @@ def by_kind(layers, average):
 def bench_lm(args):
     """A language model of Hugging Face's under each recipe: its loss, its noise and its
     gradients. Or it is trained on, under each recipe."""
+    tried()
     lm, tokenizer, origin = load_lm(args)
     windows, others, text = windows_of(args, tokenizer)
     print(f"{origin['parameters'] / 1e6:.0f}M parameters, products in "
@@ -1153,8 +1160,9 @@ def errors_of(log, logs):
     return ({}, why) if found is None else (found, "")
 
 def bench_runs(args):
-    """A table of the runs in a folder, at their last validation, and runs.png in it.
-    Each is compared with the bf16 run that has the same settings."""
+    """A table of the runs in a folder, at their last validation, with the settings in
+    which they differ, and runs.png in it. Each is compared with the bf16 run that has
+    the same settings."""
     logs = {}
     for path in sorted(args.dir.glob("*/log.jsonl")):
         try:
@@ -1168,17 +1176,31 @@ def bench_runs(args):
     def last(values, form):
         return form.format(values[max(values)]) if values else ""
 
-    rows = [["run", "data", "steps", "validation loss", "loss error, %", "tokens/s"]]
+    differ = differing([log[0]["settings"] for log in logs.values()])
+    rows = [["run", *map(train.flag, differ), "steps", "training loss",
+             "validation loss", "loss error, %", "tokens/s"]]
     for name, log in logs.items():
         s = log[0]["settings"]
         errors, why = errors_of(log, logs.values())
-        rows.append([name, Path(s["data"]).name,
+        rows.append([name, *(shown(s.get(setting)) for setting in differ),
                      f"{log[-1].get('step', 0)} of {s['steps']}",
+                     last(logged(log, "train_loss"), "{:.4f}"),
                      last(logged(log, "val_loss"), "{:.4f}"),
                      last(errors, "{:+.2f}") or why,
                      last(logged(log, "tokens_per_s"), "{:,.0f}")])
     print_table(rows)
     figure(args.dir / "runs.png", (9, 8), draw_runs, logs)
+
+def differing(settings):
+    """The names of the settings that are not the same in all runs. Commands, such as
+    --out, are none."""
+    names = dict.fromkeys(name for of in settings for name in of)
+    return [name for name in names if name not in {*train.COMMANDS, "steps"}
+            and len({str(of.get(name)) for of in settings}) > 1]
+
+def shown(value):
+    """A setting as a cell. Of a path the last part is enough."""
+    return "" if value is None else re.sub(r".*/(?=.)", "", str(value))
 
 def draw_runs(fig, logs):
     """Validation losses, and below them the loss error of each run, over the steps. The
@@ -1188,11 +1210,15 @@ def draw_runs(fig, logs):
             for name, log in logs.items()}
     named = sorted(ends, key=ends.get)[:12]     # more would hide the curves
     for name, log in logs.items():
-        style = {"label": name} if name in named else {"color": "#cccccc", "zorder": 0}
+        style = {"color": "#cccccc", "zorder": 0}
+        if name in named:               # there are ten colors
+            number = named.index(name)
+            style = {"label": name, "color": f"C{number % 10}",
+                     "ls": "-" if number < 10 else "--"}
         for ax, values in ((above, logged(log, "val_loss")),
                            (below, errors_of(log, logs.values())[0])):
             values.pop(0, None)         # before the first step all are far above
-            ax.plot(values.keys(), values.values(), "o-", ms=3.5, **style)
+            ax.plot(values.keys(), values.values(), marker="o", ms=3.5, **style)
     above.set(ylabel="validation loss, nats a token")
     below.axhline(0, color="black", lw=0.8, zorder=0)
     below.set(xlabel="steps", ylabel="loss error above BF16, %")

@@ -38,6 +38,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 import bench
+import studies
 import train
 import ufp4
 from train import prepare
@@ -45,6 +46,7 @@ from ufp4 import (E1M2, E2M1, FORMATS, GEMMS, RECIPES, SCALES, Format, Quantizer
                   Recipe, Tiles, fake_quantize, quantize, random_bits, random_signs,
                   rotate, uniform)
 
+tried = train.import_file(bench.TRIED, "tried")     # adds recipes to RECIPES
 kernels = ufp4.kernels
 TRITON = kernels.triton and tuple(map(int, kernels.triton.__version__.split(".")[:2]))
 works = TRITON and (not kernels.INTERPRET or TRITON >= (3, 9))
@@ -225,7 +227,7 @@ ufp4_with = functools.partial(replace, RECIPES["ufp4"])
     ("X .4, 32. .* W .16, 48.",
      lambda: ufp4.linear(zeros(4, 32), zeros(16, 48), "ufp4")),
     ("must rotate x and w in fprop by", lambda: ufp4.linear(
-        zeros(4, 16), zeros(16, 16), bench.Experiment(
+        zeros(4, 16), zeros(16, 16), tried.Experiment(
             "", rht=GEMMS, places=(("w", "fprop"),), given={"signs": None}))),
     ("integer offsets .E,., a tensor; got .*, .3, 4.",
      lambda: ufp4.linear(zeros(4, 16), zeros(2, 16, 16), "ufp4", [3, 4])),
@@ -2171,18 +2173,18 @@ def test_bench_the_scales_of_hifloat4():
     x = randn(40, 80) * (2 * randn(40, 80, seed=1)).exp()
     amax = x.unflatten(-1, (-1, 4)).abs().amax(-1, keepdim=True)
     expected = [[*scales(row[:64]), *scales(row[64:])] for row in x.tolist()]
-    found = bench.scale_hif4(amax, E1M2.max)
+    found = tried.scale_hif4(amax, E1M2.max)
     assert found.squeeze(-1).tolist() == expected
     assert len({*(found / found.amin(1, keepdim=True)).flatten().tolist()}) > 3
     zeros, infinite = torch.zeros(1, 16, 1), torch.full((1, 16, 1), math.inf)
     q = RECIPES["ufp4-hif4"].quantizer("x", "fprop")
     assert not q(torch.zeros(2, 64)).any()
-    assert bench.scale_hif4(zeros, 1.75).eq(2.0**-48).all()
-    assert bench.scale_hif4(infinite, 1.75).isnan().all()
+    assert tried.scale_hif4(zeros, 1.75).eq(2.0**-48).all()
+    assert tried.scale_hif4(infinite, 1.75).isnan().all()
 
 def test_bench_the_nearest_power_and_the_better_of_two_formats():
     amax = torch.tensor([1.75, 1.75 * 1.41, 1.75 * 1.42, 0.0, math.inf, 1e-3])
-    s = bench.scale_power(amax, 1.75)
+    s = tried.scale_power(amax, 1.75)
     assert s[:3].tolist() == [1, 1, 2] and 0 < s[3] < 1e-37 and s[4].isnan()
     assert s[5] == 2.0 ** round(math.log2(1e-3 / 1.75))
     # Two blocks: of 4 and 6 the first needs 6, the second, 4, 3 and small, needs 4
@@ -2197,7 +2199,8 @@ def test_bench_the_nearest_power_and_the_better_of_two_formats():
         assert torch.equal(q(x, rand), best)
         assert not torch.equal(best, both[0]) and not torch.equal(best, both[1])
 
-def test_bench_weights_are_used_under_other_recipes(settings, elsewhere, capsys):
+def test_bench_weights_are_used_under_other_recipes(
+        settings, elsewhere, capsys, monkeypatch):
     """The loss under its own recipe is that of the run itself. An average over steps is
     the mean of their weights."""
     train.train(s := settings("--recipe", "ufp4", "--save-at", "5,6"))
@@ -2218,11 +2221,15 @@ def test_bench_weights_are_used_under_other_recipes(settings, elsewhere, capsys)
     other = bench.losses_under(last, ["bf16"], s.eval_windows, "other code")
     assert other["bf16"] != found["bf16"]
     # A model without norms is used without them, too
-    flags = ["--model", "no-norms", "--out", f"{s.out}-2"]
-    bench.main(["train", *TINY, "--recipe", "ufp4", "--data", s.data, *flags])
+    norm = nn.RMSNorm                                   # its file replaces this
+    monkeypatch.setattr(nn, "RMSNorm", norm)
+    without = settings("--recipe", "ufp4", "--out", f"{s.out}-2",
+                       "--with", str(bench.RECORDS / "no_norms.py"))
+    train.train(without)
     own_2 = train.read_log(Path(f"{s.out}-2") / "log.jsonl")[-1]["val_loss"]
     again = bench.losses_under(f"{s.out}-2/{last.name}", ["ufp4"], s.eval_windows)
     assert again["ufp4"] == own_2 != own
+    nn.RMSNorm = norm
     capsys.readouterr()
     bench.main(["use", s.out, "--recipes", "ufp4", "e2m1 --gemms fprop", "--windows",
                 str(s.eval_windows)])
@@ -2244,12 +2251,11 @@ def test_bench_every_row_is_another_and_fits_its_models():
             for row in study.rows:
                 s = train.parse_args([*bench.MODELS[model], *bench.row_flags(row),
                                       "--device", "cpu"])
-                if name not in ("repair", "heal", "switch", "early",
-                                "early-changes"):
+                if not ("-early" in row or "-late-" in row or "-block-bf16" in row):
                     # (those differ by block or step)
                     same = not differ(plain, results(train.make_recipe(s)))
                     assert same == (row == "ufp4"), row
-            if model in bench.SCALING:                  # as named, 20 bytes each
+            if model in studies.SCALING:                  # as named, 20 bytes each
                 with torch.device("meta"):
                     net = train.GPT(s, RECIPES["bf16"], 256)
                 idle = s.layers * (s.experts - s.top_k) * 3 * s.dim * s.hidden
@@ -2261,133 +2267,6 @@ def test_bench_every_row_is_another_and_fits_its_models():
         assert differ(plain, ours) == gemm[0]
         assert torch.equal(ours[gemm], results("e2m1-full-rht")[gemm])
 
-def of(pooled=False, **models):
-    """Results with these {row: loss errors by seed} of models; None diverged."""
-    runs = [{"model": model, "row": row, "seed": seed, "bf16": 2.0,
-             "loss": None if error is None else 2.0 * (1 + error)}
-            for model, rows in models.items()
-            for row, errors in rows.items() for seed, error in enumerate(errors)]
-    return bench.Results({"models": {}, "runs": runs}, pooled)
-
-def test_bench_loss_errors_are_paired_by_seed_and_signed():
-    r = of(m={"a": (0.01, 0.05, 0.03), "b": (0.02, 0.08), "c": (None, 0.2)})
-    assert r.cell({("m", "b"): 1}) == "5.00 ± 38.12 (2)"
-    assert r.cell({("m", "c"): 1}) == "inf (2)" and r.cell({("m", "none"): 1}) == ""
-    mean, half = r.contrast(bench.on("m", {"b": 1, "a": -1}))     # over seeds 0 and 1
-    assert (mean, half) == pytest.approx((0.02, 12.706 * 0.01), rel=1e-4)
-    expected = 2.5, 3.182446 * math.sqrt(5 / 3 / 4)      # t(3, 0.975) s / sqrt(4)
-    assert bench.interval([1.0, 2.0, 3.0, 4.0]) == pytest.approx(expected)
-
-def test_bench_the_two_by_two_says_what_helps():
-    r = of(m={"e2m1": (0.02, 0.03), "e2m1-full-rht": (0.024, 0.034),
-              "ufp4-rht-wgrad": (0.021, 0.033), "ufp4": (0.015, 0.027)})
-    _, (*_, e2m1), (*_, e1m2), (_, *others) = bench.corrected(
-        r, lambda r: bench.two_by_two_table(r, "m"))
-    assert (e2m1, e1m2) == ("+0.40 ± 0.00: hurts", "-0.60 ± 0.00: helps")
-    assert others == ["+0.20 ± 1.27: not settled", "-0.80 ± 1.27: not settled",
-                      "interaction -1.00 ± 0.00: settled"]
-
-def test_bench_rows_of_a_model_share_one_standard_deviation():
-    """With two effects, of row and seed: the closed form of a full table."""
-    errors = randn(4, 5)
-    rows = dict(zip("abcd", errors.tolist())) | {"a-late-b": (1.0, 2, 3, 9, 5)}
-    r, own = of(True, m=rows), of(m=rows)
-    rest = errors - errors.mean(0) - errors.mean(1, keepdim=True) + errors.mean()
-    variance = rest.square().sum() / (3 * 4)
-    found = r.contrast(bench.on("m", {"a": 1, "b": -1}))
-    t_12 = 2.1788
-    assert found == pytest.approx(((errors[0] - errors[1]).mean().item(),
-                                   t_12 * math.sqrt(variance * 2 / 5)), rel=1e-4)
-    # A row's own error has its own, and so has a row that ends in BF16
-    for weights in {"a": 1}, {"a-late-b": 1, "b": -1}:
-        weights = bench.on("m", weights)
-        assert r.contrast(weights) == own.contrast(weights)
-    # Two uses of the same weights are not independent. Here they differ by a constant
-    # of the row, so that such a difference is exact, and half of a sum varies as one
-    for i, row in enumerate("abcd"):
-        for n, use in enumerate("xy"):
-            r.errors["m", row, use, "text"] = {
-                seed: error + 0.1 * n * i for seed, error in enumerate(rows[row])}
-
-    def at(row, x, y):
-        return {("m", row, use, "text"): part for use, part in zip("xy", (x, y))}
-    mean, half = r.contrast(at("a", 1, -1) | at("c", -1, 1))
-    assert mean == pytest.approx(0.2) and half == pytest.approx(0, abs=1e-7)
-    mean, half = r.contrast(at("a", 0.5, 0.5) | at("b", -0.5, -0.5))
-    assert (mean, half) == pytest.approx((found[0] - 0.05, found[1]), rel=1e-4)
-    # What is no product of rows and uses has the deviation of its own sums
-    weights = {("m", "a", "x", "text"): 1, ("m", "b", "y", "text"): -1}
-    assert r.contrast(weights)[1] == pytest.approx(
-        own.contrast(bench.on("m", {"a": 1, "b": -1}))[1])
-
-def test_bench_what_is_settled_among_all_that_is_tested():
-    """Student's t against its table and its closed form; Holm's correction by hand."""
-    for df, t in ((1, 12.706), (2, 4.303), (4, 2.776), (10, 2.228), (30, 2.042)):
-        assert bench.quantile(df) == pytest.approx(t, abs=6e-4)
-    for t in (0.3, 2.0, 30.0):
-        assert bench.tail(t, 1) == pytest.approx(1 - 2 / math.pi * math.atan(t))
-        assert bench.tail(t, 2) == pytest.approx(1 - t / math.sqrt(2 + t * t))
-    r = of(m={"a": (0.01, 0.02)})
-    r.tested = {"a": 0.001, "b": 0.03, "c": 0.04, "d": 0.012}
-    r.correct()             # at most 0.05 / 4, then / 3, but not / 2
-    assert r.lasting == {"a", "d"}
-    # One alone is settled, among many it is not
-    r = of(m={"ufp4": (0.0, 0.0, 0.0), "a": (0.01, 0.012, 0.017)})
-    weights = bench.on("m", {"a": 1, "ufp4": -1})
-    assert bench.corrected(r, lambda r: r.effect(weights)) == "+1.30 ± 0.90: hurts"
-    r.tested, r.lasting = {n: 0.9 for n in range(50)}, set()
-    assert bench.corrected(r, lambda r: r.effect(weights)) == "+1.30 ± 0.90: hurts?"
-
-def test_bench_what_lies_beyond_the_line_of_doses():
-    """Doses on a line have nothing beyond it, a recipe has what it is off by."""
-    noise = dict(zip(bench.DOSES, (0.005, 0.006, 0.0075, 0.01, 0.015)), e2m1=0.007)
-    errors = {row: [0.001 * seed + 4 * x - 0.003 * (row == "e2m1") for seed in range(3)]
-              for row, x in noise.items()}
-    results = of(**{"dense-0.3m": errors | {"bf16": (0, 0, 0)}})
-    for r in results.runs:
-        r |= {"noise": noise.get(r["row"]), "slope": 1 - noise.get(r["row"], 0)}
-    assert bench.beyond_line(results, "dense-0.3m", "e2m1") == "-0.30 ± 0.00"
-    (table,) = bench.tables_of(results, {"dose": bench.STUDIES["dose"]}).values()
-    assert [line[-1] for line in table if any(line[1:])] == [
-        "beyond the line, %", *5 * ["0.00 ± 0.00"], "-0.30 ± 0.00"]
-
-def test_bench_what_the_weights_keep():
-    """Losses with known parts: of training a, of use b, and what matching saves."""
-    a = {"bf16": 0.0, "e2m1": 0.03, "ufp4": 0.01}
-    b = {"bf16": 0.0, "e2m1": 0.02, "ufp4": 0.015}
-    runs = []
-    for seed in range(3):
-        bf16 = 2.0 + seed
-        def loss(row, use, low=0.0):
-            matched = 0.004 if row == use != "bf16" else 0.0
-            return bf16 * (1 + low + a[row] + b[use] - matched + 0.001 * seed * a[row])
-        for row in a:
-            short = {use: loss(row, use) for use in b}
-            runs.append({
-                "model": "dense-0.3m", "row": row, "seed": seed, "bf16": bf16,
-                "loss": loss(row, row), "gaps": [0.01 * a[row]] * 8, "used": {
-                    "validation": {"bf16": loss(row, "bf16")},
-                    "averaged": {row: loss(row, row, -0.001),
-                                 "bf16": loss(row, "bf16", -0.001)},
-                    **dict.fromkeys(bench.SHORT_TEXTS, short)}})
-    r = bench.Results({"models": {}, "runs": runs}, pooled=False)
-    def cells(table):
-        head, *lines = table(r, "dense-0.3m")
-        return {line[0]: dict(zip(head[1:], line[1:])) for line in lines}
-    matrix = cells(bench.matrix_table)
-    assert matrix["`e2m1`"]["`ufp4`"].startswith("4.50")
-    assert matrix["`ufp4` minus `e2m1`"]["`e2m1`"].startswith("-1.60")
-    means = [cell.split(" ")[0] for cell in
-             cells(bench.parts_table)["validation text"].values()]
-    # lead, by training, by use, by matching, and with bf16 trained
-    assert means == ["+2.50", "+2.00", "+0.50", "+0.40", "+0.50"]
-    healed = cells(bench.healing_table)
-    assert healed["none, used in 4 bits"]["`e2m1` minus `ufp4`"].startswith("+2.50")
-    assert healed["average"]["`ufp4`, %"].startswith("1.00")
-    assert healed["average"]["`bf16`"].startswith("-0.10")
-    _, *lines = bench.columns_table(r, "dense-0.3m")
-    assert [line[2].split(" ")[0] for line in lines] == ["4.60", "3.00", "1.60"]
-
 def test_bench_doses_have_the_noise_that_they_say():
     x, plain = randn(500, 64) * 10 ** randn(500, 1, seed=1), ufp4_with()
     for dose in (1.25, 3):
@@ -2398,8 +2277,13 @@ def test_bench_doses_have_the_noise_that_they_say():
             power = (q - rotated).square().mean(-1) / error.square().mean(-1)
             assert power.mean() == pytest.approx(times, rel=0.02)
 
+def study_args(**given):
+    """What `study` has from its command line."""
+    return types.SimpleNamespace(**{"study": "quick", "file": None, "mine": (),
+                                    "start": None, "train": []} | given)
+
 def test_bench_a_late_row_goes_on_with_the_recipe_that_it_helps(elsewhere):
-    args, jobs = types.SimpleNamespace(train=[], file=None, study="repair"), {}
+    args, jobs = study_args(study="repair"), {}
     first, late, later, early = (
         bench.job_of(args, jobs, "dense-0.3m", row, 3) for row in
         ("nvfp4", "nvfp4-late-bf16", "nvfp4-late-bf16-30", "e2m1-early"))
@@ -2411,23 +2295,81 @@ def test_bench_a_late_row_goes_on_with_the_recipe_that_it_helps(elsewhere):
     s = train.parse_args(late.flags)
     assert s.recipe == "bf16" and s.seed == 3
 
-def test_bench_the_growth_for_each_doubling_is_the_slope_of_a_line():
-    """Over two seeds and three sizes. numpy's own fit is the oracle."""
-    sizes, errors = {"m2": 2, "m4": 4, "m16": 16}, randn(3, 3)
-    r = of(**{m: {"a": e, "b": (0.0, 0.5)} for m, e in zip(sizes, errors.tolist())})
-    differences = errors[:, :2] - torch.tensor([0, 0.5])       # the third seed has no b
-    slopes = np.polyfit([1, 2, 4], differences, 1)[0]
-    mean, half = r.contrast(bench.doubling(sizes, {"a": 1, "b": -1}))
-    assert mean == pytest.approx(slopes.mean())
-    assert half == pytest.approx(12.706 * slopes.std(ddof=1) / math.sqrt(2), rel=1e-4)
+def test_bench_rows_start_where_they_are_told(elsewhere):
+    args, jobs = study_args(start=7), {}
+    row, early = (bench.job_of(args, jobs, "nano", row, 0)
+                  for row in ("ufp4", "e2m1-early"))
+    assert row.first == 7 and row.base.kept == {7, early.first, 800}
+    assert row.folder != bench.job_of(study_args(), {}, "nano", "ufp4", 0).folder
 
-def test_bench_the_reduction_is_of_the_seeds_that_have_all():
-    r = of(n={"e2m1": (0.01,), "ufp4": (0.006, 0.001)},
-           o={"e2m1": (0.01, 0.02), "ufp4": (0.008, 0.014)},
-           p={"e2m1": (0.01, 0.03), "ufp4": (0.01, None)})
-    assert r.reduction("n") == (pytest.approx(0.4), None)
-    assert r.reduction("o") == pytest.approx((0.25, 12.706 * 0.05), rel=1e-4)
-    assert r.reduction("p") == (-math.inf, None)
+def test_bench_a_run_is_named_after_all_that_it_depends_on(elsewhere, monkeypatch):
+    """Its flags, our code, the file of --with and the modules beside that; not a file
+    that is called as the value of a flag, nor a module from elsewhere."""
+    code = [elsewhere / name for name in ("train.py", "ufp4.py", "bench.py")]
+    mine, beside = elsewhere / "mine/mine.py", elsewhere / "mine/beside_mine.py"
+    mine.parent.mkdir()
+    for path in (*code, beside):
+        path.write_text("x = 1")
+    mine.write_text("import beside_mine, ufp4\n"
+                    "ufp4.RECIPES['mine'] = ufp4.Recipe('mine')")
+    monkeypatch.setattr(ufp4, "RECIPES", dict(RECIPES))
+    monkeypatch.setattr(bench, "CODE", code)
+    monkeypatch.chdir(elsewhere)
+    def folders(**given):
+        args = study_args(file=mine, mine={"mine"}, **given)
+        return [bench.Job(args, {}, "nano", row, 3).folder for row in
+                ("ufp4", "mine", "four-over-six", f"mine --with {mine}")]
+    train.import_with(str(mine))
+    before = folders()
+    (elsewhere / "3").write_text("the seed is 3")
+    (elsewhere / "text.py").write_text("x = 1")
+    assert folders() == before
+    for path, changed in (*((path, (True, True, True, True)) for path in code),
+                          (mine, (False, True, False, True)),
+                          (beside, (False, True, False, True))):
+        path.write_text(path.read_text() + "\n")
+        after = folders()
+        assert tuple(a != b for a, b in zip(after, before)) == changed, path
+        before = after
+    assert folders(train=["--lr", "0.1"]) != before
+
+def test_bench_a_row_has_the_file_that_its_recipe_is_from(elsewhere, text):
+    other = elsewhere / "other.py"
+    other.write_text("import ufp4\nufp4.RECIPES['other'] = ufp4.RECIPES['ufp4']\n")
+    args = study_args(file=elsewhere / "mine.py", mine={"mine"}, train=["--steps", "9"])
+    for model, row, name in (
+            ("nano", "ufp4", ""), ("nano", "four-over-six", "recipes.py"),
+            ("nano", "e2m1-early", ""), ("no-norms-0.3m", "ufp4", "no_norms.py"),
+            ("nano", f"ufp4 --with {other}", "other.py")):
+        flags = bench.Job(args, {}, model, row, 0).flags
+        assert flags.count("--with") == 1
+        assert Path(flags[flags.index("--with") + 1] or ".").name == name
+
+def test_bench_a_run_by_other_code_is_said_and_not_used(elsewhere, capsys, monkeypatch):
+    job = bench.Job(study_args(), {}, "nano", "bf16", 0)
+    path = bench.OUT / f"runs/{job.name}-00000000/result.json"
+    path.parent.mkdir(parents=True)
+    path.write_text('{"loss": 1.0}')
+    monkeypatch.setattr(bench.Job, "run", lambda job, threads: None)
+    bench.run_all(types.SimpleNamespace(jobs=1), [job])
+    assert "1 more are there by other flags or other code" in capsys.readouterr().out
+    assert job.result() is None
+
+def test_bench_how_many_steps_are_done_is_at_the_end_of_the_log(elsewhere):
+    job = bench.Job(study_args(), {}, "nano", "bf16", 0)
+    assert job.done() == 0
+    job.folder.mkdir(parents=True)
+    lines = [json.dumps({"settings": {}, "start": 0})]
+    for step in range(100, 900, 100):
+        lines.append(json.dumps({"step": step, "text": "x" * 1000}))
+        (job.folder / "log.jsonl").write_text("\n".join(lines) + '\n{"st')
+        assert job.done() == step
+
+def test_bench_what_is_saved_is_what_is_read(tmp_path):
+    found = {"runs": [{"a": [{"b": 1}, {"b": 2}]}, {"a": "}, {"}], "text": "[{", "n": []}
+    bench.save(tmp_path / "x.json", found)
+    text = (tmp_path / "x.json").read_text()
+    assert json.loads(text) == found and len(text.splitlines()) == 5
 
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch):
@@ -2437,31 +2379,10 @@ def elsewhere(tmp_path, monkeypatch):
     shutil.copytree(HERE / "data/results", bench.RECORDS)
     return tmp_path
 
-def test_bench_help_says_what_a_command_does_and_runs_go_where_one_stands(capsys):
-    for name, says in (("study", "Train what is not there yet, some rows on some"),
-                       ("use", "weights of a run"), ("runs", "table of the runs"),
-                       ("readme", "without measuring")):
-        with pytest.raises(SystemExit, match="^0$"):
-            bench.main([name, "--help"])
-        assert says in " ".join(capsys.readouterr().out.split())
-    assert not bench.OUT.is_absolute() and bench.OUT.parent == Path("out")
-
-@pytest.mark.parametrize("seeds", (1, 2))
-def test_bench_a_figure_of_one_seed_speaks_of_no_intervals(seeds):
-    from matplotlib.figure import Figure
-    fig = Figure()
-    runs = [{"model": "nano", "row": row, "seed": seed, "bf16": 2.0,
-             "loss": 2.1 + 0.01 * seed}
-            for row in bench.SQUARE for seed in range(seeds)]
-    bench.draw_two_by_two(fig, bench.Results({"models": {}, "runs": runs}), "nano")
-    assert ("intervals" in fig.axes[0].get_ylabel()) == (seeds > 1)
-
 def test_bench_the_commands_that_need_no_gpu(elsewhere, monkeypatch, capsys):
     tiny = dict(train.NANO, layers=1, dim=32, heads=2, hidden=32, seq_len=16)
     monkeypatch.setattr(train, "PRESETS", train.PRESETS | {
         "nano": tiny, "nano-moe": dict(tiny, experts=2, top_k=1)})
-    bench.main(["readme"])
-    assert "hero.png" in capsys.readouterr().out
     monkeypatch.setattr(bench, "RECIPES", recipes := dict(RECIPES))
     monkeypatch.setattr(ufp4, "RECIPES", recipes)
     changes = elsewhere / "changes.py"
@@ -2515,7 +2436,7 @@ def test_bench_a_study_of_the_front_pages_experiment_end_to_end(
     for row in ("ufp4", "noisy"):
         error = found[row]["loss"] / found["bf16"]["loss"] - 1
         line, = (line for line in said.splitlines() if line.startswith(f"`{row}`"))
-        assert line.split()[1:3] == [f"{100 * error:.2f}", "(1)"] and abs(error) > 1e-4
+        assert line.split()[1:3] == [f"{100 * error:.2f}", "(1)"] and abs(error) > 1e-6
     assert found["noisy"]["noise"] > found["ufp4"]["noise"]
     # The weights of each were used in BF16, too. For bf16 this is what it was before
     for path in bench.OUT.rglob("used.json"):
@@ -2530,7 +2451,7 @@ def test_bench_a_study_of_the_front_pages_experiment_end_to_end(
     assert train.checkpoints(folder) == [first, last]
     assert json.loads((folder / "result.json").read_text()) == found["bf16"]
     # If it makes one for another study, it keeps those that are there
-    args = types.SimpleNamespace(study="quick", file=mine, train=command[7:-2])
+    args = study_args(file=mine, train=command[7:-2])
     job = bench.Job(args, {}, "nano", "bf16", 0)
     job.kept.add(10)
     job.run(threads=1)
@@ -2596,7 +2517,7 @@ def test_bench_a_job_that_fails_is_said_and_other_seeds_go_on(
                        ("--seeds 2 --clip .1", "ufp4, seed 0: no space left")):
         with pytest.raises(SystemExit, match=f"{why}(.|\n)*tries these again"):
             bench.main(f"study quick --rows ufp4 --steps 9 {flags}".split())
-        assert "`ufp4`  inf (1)" in capsys.readouterr().out     # what is there is shown
+        assert "`ufp4`  diverged (1)" in capsys.readouterr().out     # what is there is shown
     left = [(path.parent.name.rpartition("-")[0], json.loads(path.read_text())["loss"])
             for path in sorted(bench.OUT.rglob("result.json"))]
     assert len(left) == 6                       # of two studies: --clip differs
@@ -2609,54 +2530,22 @@ def test_bench_new_runs_join_the_records():
             key=("nano", row, 9), result=lambda loss=loss: {"loss": loss, "used": used},
             gaps=list, made_by=lambda: {"commit": "c"})
             for row, loss in (("bf16", 2.0), ("new", new))]
+    def of(records, measure):
+        (found,) = [value for *at, value in bench.measured(records["runs"])
+                    if at == ["nano", "new", 9, measure]]
+        return found
     records = bench.records_of(args, jobs(validation={"bf16": 2.5}), old)
-    assert bench.Results(records).errors["nano", "new"] == {9: 0.5}
+    assert of(records, "error") == 0.5
     assert len(records["runs"]) == len(old["runs"]) + 2
     assert records["models"].keys() == old["models"].keys()
     # Another study adds what it has found, and says nothing else of the same run
     again = bench.records_of(args, jobs(text={"bf16": 2.0, "new": 3.0}), records)
-    assert bench.Results(again).errors["nano", "new", "new", "text"] == {9: 0.5}
-    assert bench.Results(again).errors["nano", "new", "bf16", "validation"] == {9: 0}
+    assert of(again, "new on text") == of(again, "own on text") == 0.5
+    assert of(again, "bf16 on validation") == 0
     assert again["machines"] == records["machines"] == [*old["machines"],
                                                         {"commit": "c"}]
     with pytest.raises(ValueError, match="nano, new, seed 9 with another loss"):
         bench.records_of(args, jobs(new=3.1), records)
-
-def test_bench_the_pages_and_figures_follow_from_the_records(elsewhere):
-    for path in bench.RECORDS.glob("*.png"):
-        path.unlink()
-    page = bench.RECORDS / "README.md"
-    text = page.read_text()
-    prose = re.sub(r"(<!-- (\S+) -->\n).*?(<!-- /\2 -->)", r"\1\3", text, flags=re.S)
-    page.write_text(prose)
-    bench.main(["readme"])
-    assert page.read_text() == text                         # else: bench.py readme
-    shown = set(re.findall(r"!\[.*?\]\((.*?)\)", text))
-    assert shown <= {path.name for path in bench.RECORDS.glob("*.png")}
-    # What the text says with an interval is in a table
-    r = bench.Results(bench.read("runs"))
-    more = bench.text(r.contrast(bench.on("dense-0.3m-2", bench.GAP)), 3)
-    lm = bench.read("lm")
-    trained = bench.read("lm-train")
-    assert bench.lm_tables(lm) == lm["tables"]
-    assert bench.lm_train_tables(trained) == trained["tables"]
-    tables = [*bench.page_tables(r).values(), *lm["tables"].values(),
-              *trained["tables"].values(), [[more]]]
-    cells = " ".join(sum(sum(tables, []), []))
-    told = prose.split("## Log")[0] + README + LECTURE.replace("+-", "±")
-    said = re.findall(r"[\d.]+ ± [\d.]*\d", told)
-    assert len(said) > 12 and not [number for number in said if number not in cells]
-    def loss_error(row):
-        return r.cell({("dense-0.3m", row): 1}).split()[0]
-    for row in bench.STUDIES["quick"].rows:
-        assert f"{loss_error(row)}%" in README and f"{loss_error(row)}%" in LECTURE
-    table = re.findall(r"^\| `(.+)` .*\| (\d\.\d\d) \|", README, re.M)
-    assert len(table) == 8
-    for row, error in table:
-        assert loss_error(row.replace(" --", "-").replace(" ", "-")) == error
-    # All rows of a model and seed are compared with the same BF16 run
-    baselines = {(r["model"], r["seed"], r["bf16"]) for r in r.runs}
-    assert len(baselines) == len({(model, seed) for model, seed, _ in baselines})
 
 def test_bench_the_share_of_codes_used_and_the_noise_of_products():
     # Three magnitudes of E1M2 in equal numbers use 3 of 8 codes, one uses 1
@@ -2671,10 +2560,24 @@ def test_bench_the_share_of_codes_used_and_the_noise_of_products():
         noise = ((product - exact) / exact.square().mean().sqrt()).square().mean()
         (decibels,) = found[what][3]            # E1M2 after the RHT
         assert decibels == pytest.approx(-10 * math.log10(noise), abs=1e-3)
+    # Sizes that are no whole blocks are filled up with zeros, which adds no error
+    odd = bench.measure(x[:, :20], w[:, :20], dy)
+    assert [db for db, *_ in odd["dY, dgrad"]] == [db for db, *_ in found["dY, dgrad"]]
+    exact = x[:, :20] @ w[:, :20].T
+    error = q(F.pad(x[:, :20], (0, 12))) @ q(F.pad(w[:, :20], (0, 12))).T - exact
+    assert odd["Y"][3][0] == pytest.approx(bench.sqnr(exact + error, exact))
     # An outlier in each block of X: the RHT turns the order of the grids around
     e2m1, e1m2, e2m1_rht, e1m2_rht = (db for db, *_ in found["X, fprop"])
     assert e2m1 > e1m2 and e2m1_rht < e1m2_rht
     assert found["X, fprop"][3][2] == pytest.approx(slope(q(x), rotate(x, q.signs)))
+
+def printed(said, first):
+    """The lines of a printed table whose head starts so: {name: {head: cell}}."""
+    lines = said[said.index(first):].split("\n\n")[0].splitlines()
+    starts = [m.start() for m in re.finditer(r"(?<!\S)(?<!\S )\S", lines[0])]
+    rows = [[line[start:end].strip() for start, end in zip(starts, [*starts[1:], None])]
+            for line in lines]
+    return {row[0]: dict(zip(rows[0], row)) for row in rows[1:]}
 
 def test_bench_runs_are_compared_with_the_bf16_run_of_the_same_settings(
         settings, elsewhere, capsys):
@@ -2707,40 +2610,81 @@ def test_bench_runs_are_compared_with_the_bf16_run_of_the_same_settings(
     bench.main(["runs", str(out)])
     said = capsys.readouterr().out
     assert re.search("skipped: .*broken/log.jsonl", said)
-    found = {line.split("  ")[0]: re.split("  +", line) for line in said.splitlines()}
+    found = printed(said, "run ")
     for name, steps, error in (
             ("bf16", "8 of 8", "+0.00"), ("e2m1", "8 of 8", "+25.00"),
             ("from-weights", "8 of 8", "+0.00"), ("anew", "8 of 8", "+25.00"),
             ("stopped", "6 of 8", "+25.00")):           # at its last validation
-        assert found[name][1:3] == [Path(s["data"]).name, steps]
-        assert found[name][4] == error
-    assert found["begun"][1:] == [Path(s["data"]).name, "0 of 8"]
+        assert found[name]["steps"] == steps
+        assert found[name]["loss error, %"] == error
+    assert found["begun"] | {"steps": ""} == dict.fromkeys(found["begun"], "") | {
+        "run": "begun", "--recipe": "e2m1", "--seed": "0"}
+    # What differs between the runs is said, and nothing else
+    assert [*found["begun"]][1:4] == ["--recipe", "--with", "--seed"]
+    assert found["another-seed"]["--seed"] == "1"
+    assert found["another-with"]["--with"] == "mine.py"
     for name, why in (("another-seed", "no bf16 run"), ("longer", "no bf16 run"),
                       ("another-with", "bf16 run has another --with")):
-        assert found[name][4] == why            # and no loss error
+        assert found[name]["loss error, %"] == why      # and no loss error
     bench.main(["sqnr", str(out / "bf16")])
     # The tensors of a run: four kinds of layers, six operands and three results
     medians = json.loads((bench.OUT / "sqnr.json").read_text())["medians"]
     assert len(medians) == 36 and "dW of fc2" in capsys.readouterr().out
     assert (bench.OUT / "sqnr.png").exists() and (out / "runs.png").exists()
 
-@pytest.fixture
-def tiny_llama(tmp_path):
+class TinyLM(nn.Module):
+    """What bench.py needs of a model of Hugging Face's."""
+    device = torch.device("cpu")
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.lm_head = nn.Embedding(64, 32), nn.Linear(32, 64, bias=False)
+        self.layers = nn.ModuleList(nn.ModuleDict({
+            "up_proj": nn.Linear(32, 48, bias=False), "v_proj": nn.Linear(
+                48, 32, bias=False)}) for _ in range(2))
+        for weight in self.parameters():
+            weight.data.normal_(0, 0.15)
+
+    def get_output_embeddings(self):
+        return self.lm_head
+
+    def forward(self, tokens, labels=None, use_cache=True):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + layer["v_proj"](layer["up_proj"](x).relu())
+        logits = self.lm_head(x)
+        loss = labels is not None and F.cross_entropy(
+            logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return types.SimpleNamespace(logits=logits, loss=loss)
+
+@pytest.fixture(params=("a stub", "transformers"))
+def tiny_llama(request, tmp_path, monkeypatch):
     """A folder with a random model and a tokenizer of words, and a text."""
+    words = [f"w{i}" for i in range(63)]
+    folder, text = tmp_path / "tiny", tmp_path / "text.txt"
+    text.write_text(" ".join(random.Random(0).choices(words, k=400)))
+    if request.param == "a stub":
+        folder.mkdir()
+        def tokenize(text, **_):
+            return {"input_ids": [int(word[1:]) + 1 for word in text.split()]}
+        monkeypatch.setitem(sys.modules, "transformers", types.SimpleNamespace(
+            AutoModelForCausalLM=types.SimpleNamespace(
+                from_pretrained=lambda folder, **_: TinyLM()),
+            AutoTokenizer=types.SimpleNamespace(
+                from_pretrained=lambda folder, **_: tokenize)))
+        return folder, text
     transformers = pytest.importorskip("transformers")
     tokenizers = pytest.importorskip("tokenizers")
-    words = [f"w{i}" for i in range(63)]
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(
         {word: i for i, word in enumerate(["?", *words])}, unk_token="?"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    folder, text = tmp_path / "tiny", tmp_path / "text.txt"
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(
         folder)
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(transformers.LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
         num_attention_heads=2, initializer_range=0.3)).save_pretrained(folder)
-    text.write_text(" ".join(random.Random(0).choices(words, k=400)))
     return folder, text
 
 def test_bench_a_language_model_under_each_recipe(
