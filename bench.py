@@ -229,8 +229,8 @@ class Job:
 
     def others(self):
         """Folders with results of this row by other flags, or by other code."""
-        return [path.parent for path in OUT.glob(f"runs/{self.name}-????????/result.json")
-                if path.parent != self.folder]
+        found = OUT.glob(f"runs/{self.name}-????????/result.json")
+        return [path.parent for path in found if path.parent != self.folder]
 
     def saved(self, step):
         return self.folder / f"ckpt-{step:07d}"
@@ -528,7 +528,7 @@ def bench_study(args):
     runs say. A row is a recipe, a name such as ufp4-rht-wgrad, or a recipe with flags
     of train.py: --rows ufp4 "ufp4 --keep-bf16 1"."""
     if args.record and (args.train or args.file or args.start is not None):
-        raise ValueError("--record takes no --with, no --start and no flags of train.py")
+        raise ValueError("--record takes no --with, --start or flags of train.py")
     if args.record and args.study == "quick":
         raise ValueError("--record: quick validates on a quarter of the text; study "
                          "nano has its rows")
@@ -1275,8 +1275,8 @@ def main(argv=None):
                        default=1 if torch.cuda.is_available() else os.cpu_count())
     study.add_argument("--with", dest="file", type=Path, metavar="FILE",
                        help="a Python file that adds recipes to ufp4.RECIPES")
-    study.add_argument("--start", type=int, metavar="N", help="the step of the bf16 run "
-                       "from which rows start (default: two thirds of its steps)")
+    study.add_argument("--start", type=int, metavar="N", help="the step of the bf16 "
+                       "run from which rows start (default: two thirds of its steps)")
     args, args.train = parser.parse_known_args(argv)
     if args.train and args.command != "study":
         parser.error(f"unknown arguments: {' '.join(args.train)}")

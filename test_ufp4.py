@@ -2366,7 +2366,8 @@ def test_bench_how_many_steps_are_done_is_at_the_end_of_the_log(elsewhere):
         assert job.done() == step
 
 def test_bench_what_is_saved_is_what_is_read(tmp_path):
-    found = {"runs": [{"a": [{"b": 1}, {"b": 2}]}, {"a": "}, {"}], "text": "[{", "n": []}
+    found = {"runs": [{"a": [{"b": 1}, {"b": 2}]}, {"a": "}, {"}],
+             "text": "[{", "n": []}
     bench.save(tmp_path / "x.json", found)
     text = (tmp_path / "x.json").read_text()
     assert json.loads(text) == found and len(text.splitlines()) == 5
@@ -2517,7 +2518,7 @@ def test_bench_a_job_that_fails_is_said_and_other_seeds_go_on(
                        ("--seeds 2 --clip .1", "ufp4, seed 0: no space left")):
         with pytest.raises(SystemExit, match=f"{why}(.|\n)*tries these again"):
             bench.main(f"study quick --rows ufp4 --steps 9 {flags}".split())
-        assert "`ufp4`  diverged (1)" in capsys.readouterr().out     # what is there is shown
+        assert "`ufp4`  diverged (1)" in capsys.readouterr().out    # what is there
     left = [(path.parent.name.rpartition("-")[0], json.loads(path.read_text())["loss"])
             for path in sorted(bench.OUT.rglob("result.json"))]
     assert len(left) == 6                       # of two studies: --clip differs
