@@ -76,6 +76,7 @@ def seeded_and_eager(monkeypatch, request):
     """A test is the same after any other. Only with @compiling() does it compile, and
     only with `device` do layers run on kernels."""
     torch.manual_seed(0)
+    monkeypatch.setattr(kernels, "NOT_COMPILED", set())
     if DEVICE == "cpu":
         use_kernels(monkeypatch, False)
         if "kernels" in request.node.name:      # it calls these itself
