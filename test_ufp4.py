@@ -2385,7 +2385,7 @@ def test_bench_the_commands_that_need_no_gpu(elsewhere, monkeypatch, capsys):
     tiny = dict(train.NANO, layers=1, dim=32, heads=2, hidden=32, seq_len=16)
     monkeypatch.setattr(train, "PRESETS", train.PRESETS | {
         "nano": tiny, "nano-moe": dict(tiny, experts=2, top_k=1)})
-    monkeypatch.setattr(bench, "RECIPES", recipes := dict(RECIPES))
+    monkeypatch.setattr(bench, "RECIPES", recipes := dict(bench.OURS))
     monkeypatch.setattr(ufp4, "RECIPES", recipes)
     changes = elsewhere / "changes.py"
     changes.write_text("import ufp4\nufp4.RECIPES['ufp4'] = ufp4.Recipe('ufp4')\n")
@@ -2400,6 +2400,7 @@ def test_bench_the_commands_that_need_no_gpu(elsewhere, monkeypatch, capsys):
                          ("study quick --record", "a quarter of the text"),
                          ("study quick --steps 1", "starts at step 0 of 1"),
                          ("study heal --steps 300", "it needs more --steps"),
+                         ("study quick --rows four-over-six --steps 1", "0 of 1"),
                          (f"study quick --with {named}", "called mine-early: choose"),
                          ("study quick --seed 3", "a study sets --seed itself"),
                          (f"study quick --with {changes}", "changes the recipe ufp4"),
@@ -2619,6 +2620,10 @@ def test_bench_runs_are_compared_with_the_bf16_run_of_the_same_settings(
             ("stopped", "6 of 8", "+25.00")):           # at its last validation
         assert found[name]["steps"] == steps
         assert found[name]["loss error, %"] == error
+        validated = [line["val_loss"] for line in lines if "val_loss" in line][-1]
+        assert name == "stopped" or found[name]["validation loss"] == (
+            f"{validated * (1.25 if error == '+25.00' or name == 'from-weights' else 1)"
+            ":.4f}")
     assert found["begun"] | {"steps": ""} == dict.fromkeys(found["begun"], "") | {
         "run": "begun", "--recipe": "e2m1", "--seed": "0"}
     # What differs between the runs is said, and nothing else
