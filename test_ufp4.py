@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import http.server
+import inspect
 import itertools
 import json
 import math
@@ -535,6 +536,77 @@ def test_core_tensors_without_data_have_shapes_and_leave_no_trace(where, device)
     y = ufp4.linear(x.to(device), x.to(device), recipe)
     assert close(y, q(x).double() @ q(x).double().T, 32, 7)
 
+@pytest.mark.parametrize("n,k", [(1, 32), (32, 1), (17, 40), (24, 64)])
+@pytest.mark.parametrize("recipe", ["ufp4", ufp4_with(gemms=("fprop",), sr=())])
+def test_core_experts_of_any_size_in_bfloat16(n, k, recipe):
+    """One input or output, rows that begin anywhere: a loop over experts."""
+    x, w = randn(40, k).bfloat16(), randn(3, n, k, seed=1).bfloat16()
+    dy, recipe = randn(40, n, seed=2).bfloat16(), replace(ufp4.find_recipe(recipe), sr=())
+    x, w = x.requires_grad_(), w.requires_grad_()
+    parts = [ufp4.linear(x[a:b], w[e], recipe)
+             for e, (a, b) in enumerate(((0, 16), (16, 16), (16, 40)))]
+    y = ufp4.linear(x, w, recipe, torch.tensor([16, 16, 40]))
+    for got, expected in zip(*(torch.autograd.grad(v, (x, w), dy)
+                               for v in (y, torch.cat(parts)))):
+        assert close(got.float(), expected.double(), 40, 7)
+
+def test_core_a_bias_leaves_the_dtype_of_autocast_as_it_is():
+    with torch.autocast("cpu", torch.bfloat16):
+        y = ufp4.Linear(32, 16)(randn(8, 32))
+        assert y.dtype == nn.Linear(32, 16)(randn(8, 32)).dtype == torch.bfloat16
+
+def test_core_an_output_is_no_view():
+    """FSDP could not change a view of our function's output in place."""
+    y = ufp4.Linear(32, 16, bias=False)(randn(2, 8, 32).requires_grad_())
+    assert not y._is_view() and y.shape == (2, 8, 16)
+
+ALONE = """
+import sys, torch, ufp4, warnings
+out = {}
+for name in ufp4.RECIPES:
+    # The first is so large that kernels.py compiles its quantizers
+    large = [(128, 192, 160)] if name in ("ufp4", "nvfp4") else []
+    for m, n, k in *large, (45, 30, 50):
+        torch.manual_seed(1)
+        x, w = torch.randn(m, k).requires_grad_(), torch.randn(n, k).requires_grad_()
+        y = ufp4.linear(x, w, name)
+        out[name, m] = y.detach(), *torch.autograd.grad(y, (x, w), torch.randn(m, n))
+torch.save(out, sys.argv[1])
+"""
+
+@compiling()
+def test_core_alone_in_a_folder_ufp4_computes_the_same_bits(tmp_path):
+    """Without kernels.py, and it says so once. There, too, a derivative is right or an
+    error."""
+    (tmp_path / "alone").mkdir()
+    shutil.copy(HERE / "ufp4.py", tmp_path / "alone")
+    found, env = [], {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": ""}
+    for folder in HERE, tmp_path / "alone":
+        path = tmp_path / f"{len(found)}.pt"
+        done = subprocess.run([sys.executable, "-c", ALONE, path], cwd=folder, env=env,
+                              capture_output=True, text=True, check=True)
+        assert done.stderr.count("UserWarning: there is no") == len(found)
+        found.append(torch.load(path))
+    for case, results in found[0].items():
+        assert all(map(torch.equal, results, found[1][case])), case
+    code = (inspect.getsource(twice) + inspect.getsource(batched) + """
+import torch, ufp4
+zeros, w, x = torch.zeros, torch.randn(48, 32).requires_grad_(), torch.randn(32, 32)
+f = lambda w: ufp4.linear(x, w, "e2m1").sum()
+for transform in (twice, batched, torch.func.grad,
+                  lambda f: lambda w: torch.jit.trace(f, (w,), check_trace=False),
+                  lambda f: lambda w: torch.export.export(
+                      ufp4.Linear(32, 32), (x,), strict=False)):
+    for derivative in transform(f), torch.compile(transform(f), backend="eager"):
+        try:
+            derivative(w)
+        except Exception:
+            continue
+        raise SystemExit(f"no error: {transform}")
+""")
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=tmp_path / "alone",
+                   env=env, check=True)
+
 # ---- Derivatives: right, or an error -------------------------------------------------
 @compiling()
 def test_core_a_compiled_product_has_the_same_derivatives():
@@ -659,6 +731,16 @@ def test_core_float16_is_not_rounded_before_it_is_quantized():
     with torch.autocast("cpu", torch.float16):
         y = ufp4.linear(big, torch.full((4, 16), 1e-3), "ufp4")
     assert y.dtype == torch.float16 and close(y, torch.full((4, 4), 960.0), 16, 6)
+
+@compiling()
+@pytest.mark.parametrize("recipe", ["bf16", "ufp4"])
+def test_core_compiled_experts_refuse_tokens_of_no_expert(recipe):
+    x, w = randn(40, 32).bfloat16(), randn(3, 16, 32).bfloat16()
+    f = torch.compile(functools.partial(ufp4.linear, recipe=recipe), fullgraph=True,
+                      backend="aot_eager")
+    assert f(x, w, offsets=torch.tensor([5, 5, 40])).shape == (40, 16)
+    with pytest.raises(RuntimeError, match="last offset"):
+        f(x, w, offsets=torch.tensor([5, 5, 20]))
 
 def test_core_export_is_an_error():
     """Its graph would have the derivative of rounding, which is 0."""
@@ -856,6 +938,7 @@ def test_core_noise_is_the_split_of_each_output_and_leaves_no_trace():
         assert slope == pytest.approx(a.item(), rel=1e-5) and noise > 0.001
         assert noise == pytest.approx((rest @ rest / (exact @ exact)).item(), rel=1e-3)
     assert model.training and not model.drop.training and model.a.training
+    assert not ufp4.noise(ufp4.Linear(16, 16), x * 0)   # no output, no noise
     norm = nn.Sequential(ufp4.Linear(16, 16), nn.BatchNorm1d(16))
     ufp4.noise(norm, x)
     assert norm[1].num_batches_tracked == 0 and norm[1].training
@@ -1043,6 +1126,59 @@ def test_kernels_their_check_catches_what_is_broken(name, broken, where, monkeyp
         reason = kernels.why_not(values, torch.float32, torch.bfloat16,
                                  torch.device("cpu"))
     assert re.search(where, reason), reason
+
+@needs_kernels
+def test_kernels_a_check_that_could_not_be_made_is_made_again(monkeypatch):
+    """Out of memory, or inside the capture of a CUDA graph, it says nothing about
+    kernels. So nothing is remembered."""
+    launch, device = kernels.launch, torch.device(DEVICE)
+    values = kernels.settings_of(Quantizer(E2M1, signs=random_signs(99)))
+    def full(*_):
+        raise torch.OutOfMemoryError("full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "launch", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            kernels.why_not(values, torch.float32, torch.float32, device)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(RuntimeError, match="before a CUDA graph is captured"):
+            kernels.why_not(values, torch.float32, torch.float32, device)
+    assert kernels.why_not(values, torch.float32, torch.float32, device) is None
+
+def test_kernels_their_check_sees_scales_of_all_sizes():
+    x, _ = kernels.examples(torch.float32)
+    for v in x[0], x[0].mT:
+        scale = quantize(v, "e1m2", "e4m3").scale.float()
+        assert scale.max() == 448 and 0 < scale[scale > 0].min() < 2.0**-6
+        assert (scale == 0).any()
+
+@needs_kernels
+@pytest.mark.skipif(works and not kernels.INTERPRET, reason="needs kernels in Python")
+@pytest.mark.parametrize("shape", [(5_000_000, 16), (16, 5_000_000)])
+def test_kernels_a_grid_holds_millions_of_tokens(shape, monkeypatch):
+    """Its first dimension may be long, the others have at most 65,535 programs. Tokens
+    are rows of X for fprop, and columns of its transpose for wgrad."""
+    grids = []
+    class Kernel:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda *args, **kwargs: None
+
+    monkeypatch.setattr(kernels, "quantize_kernel", Kernel())
+    x = torch.empty(5_000_000, 16, dtype=torch.bfloat16, device="meta")
+    x = x if shape == x.shape else x.T
+    kernels.quantize(kernels.settings_of(Quantizer(E1M2)), x, None, x.dtype)
+    assert grids[0][0] > 65_535 and all(size <= 65_535 for size in grids[0][1:])
+
+def test_kernels_an_amd_gpu_is_no_blackwell(monkeypatch):
+    """gfx1200 reports the capability (12, 0)."""
+    monkeypatch.setattr(kernels, "INTERPRET", False)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
+    device = torch.device("cuda", 7)            # none that was asked for before
+    assert kernels.architecture(device) not in kernels.BLACKWELL
 
 @needs_kernels
 def test_kernels_do_not_know_a_rule_that_was_changed_in_place(monkeypatch):
