@@ -2756,10 +2756,10 @@ def test_bench_runs_are_compared_with_the_bf16_run_of_the_same_settings(
             ("stopped", "6 of 8", "+25.00")):           # at its last validation
         assert found[name]["steps"] == steps
         assert found[name]["loss error, %"] == error
+        times = 1.25 if error == "+25.00" or name == "from-weights" else 1
         validated = [line["val_loss"] for line in lines if "val_loss" in line][-1]
-        assert name == "stopped" or found[name]["validation loss"] == (
-            f"{validated * (1.25 if error == '+25.00' or name == 'from-weights' else 1)"
-            ":.4f}")
+        assert name == "stopped" or (
+            found[name]["validation loss"] == f"{validated * times:.4f}")
     assert found["begun"] | {"steps": ""} == dict.fromkeys(found["begun"], "") | {
         "run": "begun", "--recipe": "e2m1", "--seed": "0"}
     # What differs between the runs is said, and nothing else
