@@ -2336,6 +2336,68 @@ def test_bench_the_nearest_power_and_the_better_of_two_formats():
         assert torch.equal(q(x, rand), best)
         assert not torch.equal(best, both[0]) and not torch.equal(best, both[1])
 
+def test_bench_own_means_leave_no_bin_a_bias():
+    """For each code the errors, times the scales, add up to 0. Noise fills up the error
+    to that of the plain grid. dY, which is rounded stochastically, stays as it is."""
+    x, rand = randn(256, 256), torch.rand(256, 256, generator=gen())
+    plain, own, fill = (RECIPES[f"e2m1-full-rht{what}"].quantizer("x", "fprop")
+                        for what in ("", "-own", "-own-fill"))
+    rotated = rotate(x, plain.signs)
+    s = rotated.unflatten(-1, (-1, 16)).abs().amax(-1, keepdim=True).double() / 6
+    codes = (plain(x).unflatten(-1, (-1, 16)).double() / s).abs().round(decimals=1)
+    def errors(q):
+        return (q(x).double() - rotated).unflatten(-1, (-1, 16)) * rotated.unflatten(
+            -1, (-1, 16)).sign()
+    for level in E2M1.levels[1:]:
+        at = codes == level
+        assert (errors(own) * s)[at].sum().abs() < 1e-5 * (s * s)[at.any(-1)].sum()
+        values = (own(x).unflatten(-1, (-1, 16)).double() / s).abs()[at]
+        assert values.max() - values.min() < 1e-5           # one value for each code
+    torch.manual_seed(5)                # other random numbers than those of x
+    powers = [errors(q).square().sum().item() for q in (plain, own, fill)]
+    assert powers[1] < 0.95 * powers[0]
+    assert powers[2] == pytest.approx(powers[0], rel=0.01)
+    for q in own, fill:
+        assert not q(0 * x).any()
+    sr = (RECIPES[row].quantizer("dy", "dgrad") for row in ("e2m1-full-rht",
+                                                            "e2m1-full-rht-own"))
+    assert torch.equal(*(q(x, rand) for q in sr))
+
+def test_bench_shifted_thresholds():
+    """By hand, in steps of E1M2: 0.55 is still 0 if thresholds are a tenth higher."""
+    a = torch.tensor([0.35, 0.45, 0.55, 0.65, 6.35, 6.45, 6.55, 6.65]) / 4
+    for shift, expected in ((0.1, [0, 0, 0, 1, 6, 6, 6, 7]),
+                            (-0.1, [0, 1, 1, 1, 6, 7, 7, 7])):
+        fmt = tried.shifted(E1M2, shift)
+        assert (4 * fmt.round(a)).tolist() == expected
+        rand = torch.rand(8, generator=gen())
+        assert torch.equal(fmt.round(a, rand), E1M2.round(a, rand))     # SR has none
+        x = randn(64, 64)
+        q = RECIPES[f"ufp4-shift{shift:+}"].quantizer("x", "fprop")
+        assert slope(q(x), rotate(x, q.signs)) == pytest.approx(1, abs=1e-6)
+        # They are rescaled, and else differ from ufp4 where a number is near a threshold
+        plain = RECIPES["ufp4"].quantizer("x", "fprop")(x)
+        share = ((q(x) / plain - 1).abs() > 0.1).float().mean()
+        assert 0.02 < share < 0.2
+
+def test_bench_level_6_or_4_under_one_scale_of_the_tensor():
+    """Block by block, with E4M3 by torch: the largest number becomes 6, or it becomes
+    4, whichever has the smaller error."""
+    x = randn(32, 64) * (2 * randn(32, 1, seed=1)).exp()
+    t = x.abs().max() / (256 * 6)
+    found = RECIPES["four-over-six-e4m3"].quantizer("x", "fprop")(x)
+    chosen = []
+    for block, got in zip(x.view(-1, 16), found.view(-1, 16)):
+        tried_ = []
+        for top in (6, 4):
+            s = (block.abs().max() / top / t).to(torch.float8_e4m3fn).float() * t
+            near = E2M1.round((block.abs() / s).clamp(max=top))
+            tried_.append(torch.copysign(near.clamp(max=top) * s, block))
+        errors = [(q - block).square().sum() for q in tried_]
+        chosen.append(int(errors[1] < errors[0]))
+        assert torch.allclose(got, tried_[chosen[-1]], rtol=1e-5)
+    assert 0.2 < np.mean(chosen) < 0.8
+
 def test_bench_weights_are_used_under_other_recipes(
         settings, elsewhere, capsys, monkeypatch):
     """The loss under its own recipe is that of the run itself. An average over steps is
