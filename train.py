@@ -10,16 +10,13 @@
     torchrun --nproc-per-node 8 train.py --model dense-1.5b     # on 8 GPUs
     python train.py --model moe-124b --dry-run 512              # what it would need
 
-A run keeps its log and its last checkpoints in a folder, out/MODEL-RECIPE-sSEED. If
-that is taken, it is out/MODEL-RECIPE-sSEED-2, and so on. A checkpoint also holds the
-settings, so --resume needs only the folder, or one of its checkpoints. Flags beside
---resume change the settings from there on, and the log says so. In a notebook,
-train.load("out/RUN") gives the trained model.
-
 A recipe (see ufp4.py) says how the linear layers inside the transformer's blocks do
 their matrix products. (The recipe bf16 quantizes nothing.) All products are computed in
 BF16, or on hardware without it in float32, see --dtype. Weights, optimizer, residual
 stream, loss and router are always in float32.
+
+Part I trains: model, settings, data, optimizer, validation, checkpoints, and the loop.
+Part II manages runs: flags, a run's folder, Ctrl-C, the log, export, --dry-run.
 """
 import signal
 import sys
@@ -28,6 +25,7 @@ if __name__ == "__main__":      # no traceback for Ctrl-C while torch is importe
     signal.signal(signal.SIGINT, lambda *_: sys.exit("train.py: interrupted"))
 
 import argparse
+import functools
 import importlib.util
 import itertools
 import json
@@ -35,16 +33,15 @@ import math
 import os
 import pickle
 import re
+import shlex
 import shutil
-import socket
 import subprocess
 import threading
 import time
-import traceback
 import warnings
+import zlib
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from pathlib import Path
 
 # Torch's threads wait for each other in a busy loop. If another program runs, this
@@ -63,15 +60,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-def require(condition, message):
-    """ValueError if the user made a mistake. main() prints the message alone."""
-    if not condition:
-        raise ValueError(message)
-
 def import_file(path, name):
     """Import a Python file by its place, under a name that no other module has."""
     spec = importlib.util.spec_from_file_location(name, path)
-    require(spec, f"{path} is not a Python file")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -81,13 +72,22 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 import ufp4
 prepare = import_file(HERE / "data" / "prepare.py", "ufp4_prepare")
+UserError = prepare.UserError       # main() prints its message alone
+
+def require(condition, message):
+    """UserError if the user made a mistake."""
+    if not condition:
+        raise UserError(message)
+
+# ========================== Part I: a model, and its training =========================
 
 # --- Processes -----------------------------------------------------------------------
 # Under torchrun several processes train one model. FSDP2 shards it: each keeps a part
 # of each weight, of its gradient and of its optimizer state. Before a block runs, FSDP2
 # gathers its whole weights in float32, so they are quantized as in a single process.
 # N processes compute what one does with --grad-accum N, except for random bits and the
-# order of sums.
+# order of sums. (With E8M0 scales only if N is a power of two: the loss is divided by N
+# before the backward pass, and such scales follow no other factor.)
 
 # torch.distributed.checkpoint warns where there is one process, which is fine
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -218,10 +218,20 @@ class Block(nn.Module):
         self.norm1, self.norm2 = nn.RMSNorm(config.dim), nn.RMSNorm(config.dim)
         self.attn = Attention(config, recipe)
         self.mlp = (MoE if config.experts else SwiGLU)(config, recipe)
+        self.compile_it, self.remat = config.compile, config.remat
 
     def forward(self, x):                                           # (B, T, C)
+        # (The class's own functions, so that a copy of a model runs its own weights)
+        compute = compiled(Block.compute) if self.compile_it else Block.compute
+        if self.remat:                  # draws the same random bits again
+            return checkpoint(compute, self, x, use_reentrant=False)
+        return compute(self, x)
+
+    def compute(self, x):
         x = x + self.attn(self.norm1(x))
         return x + self.mlp(self.norm2(x))
+
+compiled = functools.cache(torch.compile)
 
 class GPT(nn.Module):
     """Pre-norm RMSNorm, RoPE, attention, SwiGLU or MoE; no biases, untied head."""
@@ -278,11 +288,14 @@ SMALL = dict(layers=8, dim=512, heads=8, hidden=1408, experts=0, top_k=0, seq_le
 LARGE = dict(layers=24, dim=2048, heads=16, hidden=6016, experts=0, top_k=0,
              seq_len=4096, batch_size=256, grad_accum=0, steps=30_000, lr=4e-4,
              data="fineweb")
+MEDIUM = dict(SMALL, layers=12, dim=640, heads=10, hidden=1728, batch_size=480,
+              grad_accum=0, steps=20_000, lr=6e-4, data="fineweb")
 PRESETS = {
     "nano": NANO,
     "nano-moe": dict(NANO, hidden=96, experts=16, top_k=3),
     "small": SMALL,
     "small-moe": dict(SMALL, hidden=352, experts=32, top_k=3),
+    "medium": MEDIUM,               # 124M parameters, as GPT-2's smallest model
     # The paper's models. It says only how many parameters they have in all. Their
     # shapes, batches and learning rates are our choice, and we have not trained them
     "dense-1.5b": LARGE,
@@ -361,7 +374,14 @@ class Config:
     def __post_init__(self):
         """Fill in what the preset gives, and check what can be checked without data or
         a device."""
-        preset = ufp4.lookup("model", self.model, PRESETS)
+        for f in fields(self):
+            value = getattr(self, f.name)
+            kinds = (int, float) if f.type is float else f.type
+            require(value is None or isinstance(value, kinds),
+                    f"{flag(f.name)} is {value!r}, which is no {f.type.__name__}")
+        require(self.model in PRESETS, f"unknown model {self.model!r}: choose from "
+                f"{', '.join(PRESETS)}")
+        preset = PRESETS[self.model]
         for name, value in preset.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
@@ -376,8 +396,8 @@ class Config:
         try:
             self.steps_to_save
         except ValueError:
-            raise ValueError("--save-at takes steps, such as 500,900, not "
-                             f"{self.save_at!r}") from None
+            raise UserError("--save-at takes steps, such as 500,900, not "
+                            f"{self.save_at!r}") from None
         for name in ("seed", "lr", "warmup", "clip", "final_lr_frac", "max_new_tokens",
                      "eval_interval", "keep", "weight_decay", "grad_accum"):
             value = getattr(self, name)
@@ -400,8 +420,8 @@ class Config:
         require(self.batch_size % (processes * self.micro_steps) == 0,
                 f"--batch-size {self.batch_size} must be a multiple of {processes} "
                 f"processes x --grad-accum {self.micro_steps}")
-        require(self.eval_windows % processes == 0, f"--eval-windows "
-                f"{self.eval_windows} must be a multiple of {processes} processes")
+        require(self.dry_run or self.eval_windows % WORLD == 0, f"--eval-windows "
+                f"{self.eval_windows} must be a multiple of {WORLD} processes")
         require(self.schedule in ("cosine", "wsd"),
                 f"--schedule must be cosine or wsd, not {self.schedule}")
         require(self.dtype in (None, "float32", "bfloat16"),
@@ -417,120 +437,31 @@ class Config:
         """The steps of --save-at."""
         return [int(step) for step in self.save_at.split(",")] if self.save_at else []
 
-# Flags that say what to do now. A run that is resumed does not inherit them
-COMMANDS = ("out", "overwrite", "resume", "init", "prompt", "export", "dry_run")
-# Sizes of weights, which a checkpoint fixes
-SIZES = ("model", "layers", "dim", "hidden", "experts")
-RECIPE_FIELDS = ("fmt", "scale", "block", "rht", "sr", "gemms", "rht_block")
-
 def flag(name):
     """The flag of a field. with_ is --with, as Python reserves `with`."""
     return "--" + name.strip("_").replace("_", "-")
 
-def parse_args(argv=()):
-    """The flags as a Config. ValueError or SystemExit if they are wrong."""
-    p = argparse.ArgumentParser(prog="train.py", argument_default=argparse.SUPPRESS,
-                                allow_abbrev=False, usage="train.py [FLAGS]")
-    for f in fields(Config):
-        how = ({"action": argparse.BooleanOptionalAction} if f.type is bool
-               else {"type": f.type, "metavar": f.name.strip("_").upper()})
-        if f.name == "dry_run":
-            how |= {"nargs": "?", "const": WORLD, "metavar": "PROCESSES"}
-        text = f.metadata["help"]
-        if f.default is not None:
-            text += f" (default: {f.default})"
-        elif f.name in NANO:
-            text += " (default: as --model has it)"
-        elif f.name in RECIPE_FIELDS:
-            text += " (default: as --recipe has it)"
-        p.add_argument(flag(f.name), dest=f.name, help=text, **how)
-    given = vars(p.parse_args(argv))
-    # A path is found from any folder, where the run may be resumed
-    if given.get("data") not in (None, *prepare.NAMES) and Path(given["data"]).exists():
-        given["data"] = str(Path(given["data"]).resolve())
-    if given.get("with_"):
-        given["with_"] = str(Path(given["with_"]).resolve())
-    config = Config(**inherit(given))
-    import_with(config.with_)
-    if config.export:
-        config.device = "cpu"
-    if not config.dry_run:
-        choose_device(config)
-    return config
-
-def inherit(given):
-    """The flags that are given, and what --resume or --init adds to them."""
-    require(len({"resume", "init"} & given.keys()) < 2, "--resume goes on with a run, "
-            "--init starts one: give one of them")
-    for name in ("prompt", "export"):
-        require(name not in given or "resume" in given,
-                f"{flag(name)} needs --resume with a run or a checkpoint")
-    if not {"resume", "init"} & given.keys():
-        return given
-    how = "resume" if "resume" in given else "init"
-    path = find_checkpoint(given[how])
-    require(how == "init" or path.is_dir(),
-            f"--resume {path}: a file has weights alone, --init starts a run with them")
-    old = settings_of(read_run(path))
-    for name in SIZES:
-        require(name not in given or given[name] == old[name],
-                f"{flag(name)} {given.get(name)}: {path} has {old[name]}")
-    if how == "init":
-        old = {name: old[name] for name in (*SIZES, "heads", "top_k")}
-    if "recipe" in given:       # a new recipe drops the old run's --fmt, --rht, ...
-        old = {name: old[name] for name in old.keys() - set(RECIPE_FIELDS)}
-    return old | given | {how: str(path)}       # of two dicts the later one wins
-
-def settings_of(run):
-    """The settings that a run hands on, as far as this version has them."""
-    names = {f.name for f in fields(Config)} - set(COMMANDS)
-    return {name: value for name, value in run["settings"].items() if name in names}
-
-USER_FILES = set()              # their errors are shown with a traceback
-
-def import_with(path):
-    """Import the file of --with, if there is one. It adds to ufp4.RECIPES, and can
-    import files beside it."""
-    if path:
-        USER_FILES.add(path)
-        sys.path.insert(0, str(Path(path).parent))
-        import_file(path, f"with_{Path(path).stem}")
-
-def hardware(device):
-    """-> (the name of the GPU, or else of the CPU; whether it has BF16 instructions)"""
-    if device.startswith("cuda"):
-        return (torch.cuda.get_device_name(device),
-                torch.cuda.is_bf16_supported(including_emulation=False))
-    cpu = torch.cpu.get_capabilities()
-    bf16 = any(cpu.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
-    return cpu.get("cpu_name", cpu.get("architecture", "a CPU")), bf16
-
-def choose_device(config):
-    """Check --device, and choose --dtype if it is not given."""
-    try:
-        if config.device == "cuda" and WORLD > 1:   # each process has its own GPU
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        torch.empty(1, device=config.device)
-    except (RuntimeError, AssertionError) as e:
-        raise ValueError(f"--device {config.device}: {str(e).splitlines()[0]}") from e
-    if config.dtype is None:
-        config.dtype = "bfloat16" if hardware(config.device)[1] else "float32"
-    # Torch compiles its product of experts, grouped_mm, in bfloat16 alone
-    require(config.dtype == "bfloat16" or not (config.compile and config.experts),
-            "--compile of experts needs --dtype bfloat16")
+RECIPE_FIELDS = ("fmt", "scale", "block", "rht", "sr", "gemms", "rht_block")
 
 def make_recipe(config):
     """The recipe, as changed by flags. The random signs of the RHT follow from the
     seed, and are the same in all layers and steps."""
-    recipe = ufp4.lookup("recipe", config.recipe, ufp4.RECIPES)
     changes = {name: getattr(config, name) for name in RECIPE_FIELDS
                if getattr(config, name) is not None}
-    require(recipe.fmt or not changes, f"{' '.join(map(flag, changes))} has no effect: "
-            f"{config.recipe} quantizes nothing")
     for name, allowed in (("rht", ufp4.GEMMS), ("sr", ufp4.OPERANDS),
                           ("gemms", ufp4.GEMMS)):
         if name in changes:
             changes[name] = split_names(name, changes[name], allowed)
+    require(config.recipe in ufp4.RECIPES, f"unknown recipe {config.recipe!r}: choose "
+            f"from {', '.join(ufp4.RECIPES)}")
+    recipe = ufp4.RECIPES[config.recipe]
+    require(recipe.fmt or not changes, f"{' '.join(map(flag, changes))} has no effect: "
+            f"{config.recipe} quantizes nothing")
+    for name, table in ("fmt", ufp4.FORMATS), ("scale", ufp4.SCALES):
+        require(changes.get(name) in (None, *table), f"unknown {flag(name)} "
+                f"{changes.get(name)}: choose from {', '.join(table)}")
+    size = changes.get("rht_block", 1)
+    require(size & (size - 1) == 0, f"--rht-block {size} is not a power of two")
     return replace(recipe, sign_seed=recipe.sign_seed + config.seed, **changes)
 
 def split_names(name, text, allowed):
@@ -548,7 +479,7 @@ def load_data(config, vocab_size):
     """-> (shards to train on, validation tokens, the folder they are in)"""
     data = config.data
     if config.resume:       # the tokens that the run has used, if they are still there
-        old = read_run(config.resume)
+        old = read_run(find_checkpoint(config.resume))
         if old["settings"]["data"] == data and prepare.has_tokens(old["data_folder"]):
             data = old["data_folder"]
     if RANK == 0:
@@ -560,9 +491,10 @@ def load_data(config, vocab_size):
     for tokens in (*shards, val):
         require(len(tokens) > config.seq_len, f"{tokens.filename} has {len(tokens)} "
                 "tokens, too few for a sequence: use a smaller --seq-len")
-        largest = tokens[:10**6].max()
-        require(largest < vocab_size, f"{tokens.filename} has the token {largest}, and "
-                f"its vocabulary only {vocab_size}")
+        for first in range(0, len(tokens), prepare.CHUNK):
+            largest = tokens[first:first + prepare.CHUNK].max()
+            require(largest < vocab_size, f"{tokens.filename} has the token {largest}, "
+                    f"and its vocabulary only {vocab_size}")
     return shards, val, val_path.resolve().parent
 
 def windows(tokens, starts, config):
@@ -576,23 +508,70 @@ def windows(tokens, starts, config):
 
 def get_batch(shards, config, step, micro_step=0):
     """A step has batch_size random windows, in micro_steps micro-batches, each split
-    over the processes. Returns this process's share of one. Steps take shards in turn.
-    Seed and step fix the windows, so a run can be resumed."""
-    shard = shards[step % len(shards)]
+    over the processes. Returns this process's share of one.
+
+    The windows of a step are drawn with replacement from one shard. This is drawn, too:
+    a shard twice as long is taken twice as often. So there are no epochs. Seed and step
+    fix the windows, so a run can be resumed."""
+    shard = shards[0]
+    if len(shards) > 1:
+        lengths = np.array([len(shard) for shard in shards])
+        draw = np.random.default_rng((config.seed, step, 1))
+        shard = shards[draw.choice(len(shards), p=lengths / lengths.sum())]
     generator = np.random.default_rng((config.seed, step))
     starts = generator.integers(0, len(shard) - config.seq_len, size=config.batch_size)
     size = config.batch_size // (WORLD * config.micro_steps)
     first = (micro_step * WORLD + RANK) * size
     return windows(shard, starts[first:first + size], config)
 
-# --- Evaluation ----------------------------------------------------------------------
+# --- Optimizer, schedule, sharding ---------------------------------------------------
+
+def lr_factor(step, config):
+    """By what the schedule multiplies the peak learning rate: linear warm-up, then
+    cosine decay to final_lr_frac at the last step. Or, with wsd, 1 and then a linear
+    decay in the last steps. (A run that is made longer by --steps is on the schedule of
+    its new length at once, so its rate may jump. The log shows it.)"""
+    warmup = min(1.0, (step + 1) / config.warmup) if config.warmup else 1.0
+    if config.schedule == "wsd":
+        decay = max(1, round(config.decay_frac * config.steps))
+        t = max(0, step + 1 - (config.steps - decay)) / decay
+        fall = 1 - t                                                # from 1 to 0
+    else:
+        t = (step - config.warmup) / max(1, config.steps - 1 - config.warmup)
+        fall = 0.5 * (1 + math.cos(math.pi * max(0, t)))            # from 1 to 0
+    decayed = config.final_lr_frac + (1 - config.final_lr_frac) * fall
+    return min(warmup, decayed)
+
+def build(config, recipe, vocab_size):
+    """-> (the model, its optimizer)
+
+    The meta device has shapes without memory. So no process ever holds the whole model:
+    it is sharded there, then each process allocates and fills its own shard."""
+    with torch.device("meta"):
+        model = GPT(config, recipe, vocab_size)
+    if dist.is_initialized() and WORLD > 1:
+        mesh = dist.device_mesh.init_device_mesh(config.device, (WORLD,))
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=mesh)
+    model.to_empty(device=config.device)
+    model.init_weights(config.seed)
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    gains = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": matrices}, {"params": gains, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True,
+                                  weight_decay=config.weight_decay)
+    for group in optimizer.param_groups:    # a group may have a rate of its own
+        group["peak"] = group["lr"]
+    return model, optimizer
+
+# --- Validation and generation --------------------------------------------------------
 
 @torch.no_grad()
-def validate(model, val, config, stop=None):
+def validate(model, val, config):
     """-> {"val_loss": ..., "noise": ..., "slope": ...} of the model, quantized as in
     training. The loss is a mean over windows spaced evenly over the text. Noise and
     slope (below 1 is shrinkage; see ufp4.noise) are means over the quantized layers,
-    for this process's first batch. bf16 has none. None if `stop` is set meanwhile."""
+    for this process's first batch. bf16 has none."""
     starts = np.linspace(0, len(val) - config.seq_len - 1, config.eval_windows)
     starts = np.split(starts.astype(int), WORLD)[RANK]          # this process's share
     size = config.batch_size // (WORLD * config.micro_steps)    # windows at a time
@@ -600,12 +579,7 @@ def validate(model, val, config, stop=None):
     model.eval()
     # If X is rounded stochastically (--sr x), use the same random bits each time
     torch.manual_seed(config.seed)
-    losses = []
-    for batch in batches:
-        if in_any_process(stop is not None and stop.is_set()):
-            model.train()
-            return None
-        losses.append(model(*windows(val, batch, config)) * len(batch))
+    losses = [model(*windows(val, batch, config)) * len(batch) for batch in batches]
     layers = ufp4.noise(model, windows(val, batches[0], config)[0])
     model.train()
     loss = all_sum(torch.stack(losses).sum()).item() / config.eval_windows
@@ -614,7 +588,18 @@ def validate(model, val, config, stop=None):
         found["noise"], found["slope"] = np.mean([*layers.values()], 0).tolist()
     return found
 
-# --- A run's folder ------------------------------------------------------------------
+@torch.no_grad()
+def generate(model, tokens, config):
+    """Continue tokens (1, T) by --max-new-tokens."""
+    model.eval()
+    torch.manual_seed(config.seed)                      # all processes draw the same
+    for _ in range(config.max_new_tokens):
+        logits = model(tokens[:, -config.seq_len:])[:, -1].float()      # (1, V)
+        p = torch.softmax(logits / 0.8, -1)             # at temperature 0.8
+        tokens = torch.cat((tokens, torch.multinomial(p, 1)), 1)
+    return tokens
+
+# --- Checkpoints ---------------------------------------------------------------------
 # Checkpoints are folders of torch.distributed.checkpoint (DCP), such as ckpt-0000700.
 # With the weights and moments there is run.json: the settings and where the run stands.
 CHECKPOINT = "ckpt-" + 7 * "[0-9]"
@@ -648,7 +633,7 @@ def read_run(path):
             return {name: file[name] for name in file.keys() - {"model"}}
         return json.loads((Path(path) / "run.json").read_text())
     except (OSError, RuntimeError, ValueError, pickle.UnpicklingError) as e:
-        raise ValueError(f"can't read the settings in {path}: {e}") from e
+        raise UserError(f"can't read the settings in {path}: {e}") from e
 
 def state_of(model, optimizer):
     """The tensors of a checkpoint. They are those of the model and of the optimizer,
@@ -658,7 +643,7 @@ def state_of(model, optimizer):
     return {"model": weights, "optimizer": {"state": moments["state"]}}
 
 def load_checkpoint(path, state):
-    """Read a checkpoint into the tensors of `state`. ValueError if that fails."""
+    """Read a checkpoint into the tensors of `state`. UserError if that fails."""
     try:
         dcp.load(state, checkpoint_id=path)
     except dcp.CheckpointException as e:
@@ -666,7 +651,7 @@ def load_checkpoint(path, state):
         advice = "if it is damaged, delete it, and --resume uses the one before"
         if "Missing key" in str(error):
             advice = "another optimizer has written it, or another model"
-        raise ValueError(f"can't load {path}: {error!r}; {advice}") from e
+        raise UserError(f"can't load {path}: {error!r}; {advice}") from e
 
 def load_weights(path, model):
     """Fill a model with the weights of a checkpoint or of an exported file."""
@@ -694,27 +679,491 @@ def save(config, run, model, optimizer):
         if RANK == 0:
             shutil.rmtree(path, ignore_errors=True)
         free = shutil.disk_usage(out).free
-        raise OSError(f"can't save {path}: {error} ({free / 1e6:,.0f} MB are free "
-                      f"there); {what_is_saved(config)}") from e
+        raise UserError(f"can't save {path}: {error} ({free / 1e6:,.0f} MB are free "
+                        f"there); {what_is_saved(config)}") from e
     if RANK == 0 and config.keep:
         for old in checkpoints(out)[:-config.keep]:
             if int(old.name[5:]) not in config.steps_to_save:
                 shutil.rmtree(old)
 
-def what_is_saved(config):
-    """For whoever stops a run: its newest checkpoint, and how to go on."""
-    saved = checkpoints(config.out)
-    if not saved:
-        return "nothing is saved"
-    return (f"step {int(saved[-1].name[5:])} is saved; to go on: "
-            f"python train.py --resume {config.out}")
+# --- The loop ------------------------------------------------------------------------
+
+def train(config):
+    """Train to the last step. Returns the last validation loss."""
+    vocab_size = vocabulary_of(config)
+    model, optimizer = build(config, make_recipe(config), vocab_size)
+    shards, val, data_folder = load_data(config, vocab_size)
+    if config.init:
+        load_weights(config.init, model)
+    with open_run(config) as (run, stop):   # its folder is locked, and Ctrl-C caught
+        if config.resume:
+            load_checkpoint(config.resume, state_of(model, optimizer))
+        start = run["step"]
+        begin_log(config, run, model, shards, data_folder)
+        moes = [m for m in model.modules() if isinstance(m, MoE)]
+        began, val_loss = time.perf_counter() - run["seconds"], None
+        if start == config.steps or is_due(start, config.eval_interval):
+            val_loss = log_validation(model, val, config, start)
+        bar = tqdm(range(start + 1, config.steps + 1), total=config.steps,
+                   initial=start, disable=RANK > 0)
+        for step in bar:
+            loss, norm = training_step(model, optimizer, shards, config, step - 1)
+            imbalance = [moe.balance() for moe in moes]
+            run["step"] = step
+            run["tokens"] += config.batch_size * config.seq_len
+            if step == start + 1:               # it has compiled: time from here on
+                loss.item()                     # waits for the device
+                timed_from, clock = step, time.perf_counter()
+
+            last, stops = step == config.steps, in_any_process(stop.is_set())
+            validates = (last or is_due(step, config.eval_interval)) and not stops
+            saves = (last or stops or is_due(step, config.save_interval)
+                     or step in config.steps_to_save)
+            if not (validates or saves or is_due(step, config.log_interval)):
+                continue
+            # Only now wait for the device. The loss is averaged over the processes, the
+            # other numbers are the same in all of them
+            loss, norm = all_sum(loss).item() / WORLD, norm.item()
+            run["seconds"] = time.perf_counter() - began
+            record = {"step": step, "tokens": run["tokens"],
+                      "seconds": round(run["seconds"], 1), "train_loss": loss,
+                      "lr": optimizer.param_groups[0]["lr"], "grad_norm": norm}
+            if step > timed_from:
+                tokens = (step - timed_from) * config.batch_size * config.seq_len
+                speed = tokens / (time.perf_counter() - clock)
+                record["tokens_per_s"] = round(speed)
+                bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s")
+            if moes:
+                record["max_load"] = max(imbalance).item()
+            # It is enough to look at steps that are logged: a loss that is not finite
+            # spoils all later ones, and nothing is saved before this check
+            check_finite(record, loss + norm)
+            log(config, record)
+            if validates:
+                val_loss = log_validation(model, val, config, step)
+            if saves:
+                save(config, run, model, optimizer)
+            if stops:
+                raise KeyboardInterrupt(f"stopped; {what_is_saved(config)}")
+            # Validating and saving do not count in the next tokens/s
+            timed_from, clock = step, time.perf_counter()
+    say(f"to generate text:  {command_of(config)} --prompt 'def '\n"
+        "to compare runs:   python bench.py runs")
+    return val_loss
+
+def training_step(model, optimizer, shards, config, step):
+    """Step number `step`, counted from 0 -> (the loss of this process, the norm of the
+    gradient), tensors."""
+    # The random bits of this step and process: a resumed run draws the same
+    seeds = np.random.SeedSequence((config.seed, step, RANK))
+    torch.manual_seed(int(seeds.generate_state(1, np.uint64)[0]))
+    factor = lr_factor(step, config)
+    for group in optimizer.param_groups:
+        group["lr"] = group["peak"] * factor
+    loss = 0.0
+    for micro_step in range(config.micro_steps):
+        inputs, targets = get_batch(shards, config, step, micro_step)
+        micro_loss = model(inputs, targets) / config.micro_steps
+        micro_loss.backward()               # FSDP averages over processes here
+        loss += micro_loss.detach()
+    # Clips (not at --clip 0), and returns the norm before that
+    norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip or math.inf)
+    norm = norm.full_tensor() if WORLD > 1 else norm            # FSDP's is sharded
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss, norm
+
+def log_validation(model, val, config, step):
+    """Validate, log and print. Returns the loss."""
+    found = validate(model, val, config)
+    check_finite({"step": step} | found, found["val_loss"])
+    log(config, {"step": step} | found)
+    say(f"step {step}: val_loss {found['val_loss']:.4f}")
+    return found["val_loss"]
+
+def is_due(step, interval):
+    return interval > 0 and step % interval == 0
+
+class Diverged(FloatingPointError):
+    """A loss that is not finite."""
+
+def check_finite(record, value):
+    if not math.isfinite(value):
+        raise Diverged(
+            f"not finite: {record}; --resume would repeat this, so start another run, "
+            "for example with a lower --lr. (Or if the checkpoint was damaged on disk, "
+            "resume the one before)")
+
+# =============== Part II: what manages runs. To train, you may stop here. =============
+#
+# A run keeps its log and its last checkpoints in a folder, out/MODEL-RECIPE-sSEED. If
+# that is taken, it is out/MODEL-RECIPE-sSEED-2, and so on. A checkpoint also holds the
+# settings, so --resume needs only the folder, or one of its checkpoints. Flags beside
+# --resume change the settings from there on, and the log says so. In a notebook,
+# train.load("out/RUN") gives the trained model.
+
+# --- Flags ---------------------------------------------------------------------------
+
+# Flags that say what to do now. A run that is resumed does not inherit them
+COMMANDS = ("out", "overwrite", "resume", "init", "prompt", "export", "dry_run")
+# Sizes of weights, which a checkpoint fixes
+SIZES = ("model", "layers", "dim", "heads", "hidden", "experts")
+
+def parse_args(argv=()):
+    """The flags as a Config. UserError or SystemExit if they are wrong."""
+    p = argparse.ArgumentParser(prog="train.py", argument_default=argparse.SUPPRESS,
+                                allow_abbrev=False, usage="train.py [FLAGS]")
+    for f in fields(Config):
+        how = ({"action": argparse.BooleanOptionalAction} if f.type is bool
+               else {"type": f.type, "metavar": f.name.strip("_").upper()})
+        if f.name == "dry_run":
+            how |= {"nargs": "?", "const": WORLD, "metavar": "PROCESSES"}
+        text = f.metadata["help"]
+        if f.default is not None:
+            text += f" (default: {f.default})"
+        elif f.name in NANO:
+            text += " (default: as --model has it)"
+        elif f.name in RECIPE_FIELDS:
+            text += " (default: as --recipe has it)"
+        p.add_argument(flag(f.name), dest=f.name, help=text, **how)
+    given = vars(p.parse_args(argv))
+    # A path is found from any folder, where the run may be resumed
+    if given.get("data") not in (None, *prepare.NAMES) and Path(given["data"]).exists():
+        given["data"] = str(Path(given["data"]).resolve())
+    if given.get("with_"):
+        given["with_"] = str(Path(given["with_"]).resolve())
+    config = Config(**inherit(given))
+    import_with(config.with_)
+    make_recipe(config)                     # checks it
+    if config.export:
+        config.device = "cpu"
+    if not config.dry_run:
+        choose_device(config)
+    return config
+
+def inherit(given):
+    """The flags that are given, and what --resume or --init adds to them."""
+    require(len({"resume", "init"} & given.keys()) < 2, "--resume goes on with a run, "
+            "--init starts one: give one of them")
+    for name in ("prompt", "export"):
+        require(name not in given or "resume" in given,
+                f"{flag(name)} needs --resume with a run or a checkpoint")
+    if not {"resume", "init"} & given.keys():
+        return given
+    how = "resume" if "resume" in given else "init"
+    path = by_first_process(find_checkpoint, given[how])
+    require(how == "init" or path.is_dir(),
+            f"--resume {path}: a file has weights alone, --init starts a run with them")
+    old = settings_of(read_run(path))
+    for name in SIZES:
+        require(name not in given or given[name] == old[name],
+                f"{flag(name)} {given.get(name)}: {path} has {old[name]}")
+    if how == "init":
+        old = {name: old[name] for name in (*SIZES, "top_k")}
+    if "recipe" in given:       # a new recipe drops the old run's --fmt, --rht, ...
+        old = {name: old[name] for name in old.keys() - set(RECIPE_FIELDS)}
+    if old.get("save_at") and "save_at" in given:   # what was kept is kept
+        given["save_at"] = f"{old['save_at']},{given['save_at']}"
+    if "device" not in given and not has_device(old.get("device", "cpu")):
+        say(f"the run was on {old.pop('device')}, which is not here")
+    # A folder stays one: once that is locked, the newest checkpoint is looked for again
+    is_run = how == "resume" and path.parent == Path(given[how])
+    source = given[how] if is_run else path
+    return old | given | {how: str(source)}     # of two dicts the later one wins
+
+def by_first_process(f, *args):
+    """f(*args) as process 0 finds it, or its UserError, in all processes. (They may see
+    different files on a disk that they share.)"""
+    found, error = None, None
+    if RANK == 0:
+        try:
+            found = f(*args)
+        except UserError as e:
+            error = e
+    if dist.is_initialized():
+        both = [found, error]
+        dist.broadcast_object_list(both)
+        found, error = both
+    if error:
+        raise error
+    return found
+
+def settings_of(run):
+    """The settings that a run hands on, as far as this version has them."""
+    names = {f.name for f in fields(Config)} - set(COMMANDS)
+    return {name: value for name, value in run["settings"].items() if name in names}
+
+def import_with(path):
+    """Import the file of --with, if there is one. It adds to ufp4.RECIPES, may replace
+    functions of this module, and can import files beside it."""
+    if path:
+        require(Path(path).is_file(), f"there is no file {path}: give --with FILE")
+        require(path.endswith(".py"), f"{path} is not a Python file")
+        sys.path.insert(0, str(Path(path).parent))
+        import_file(path, f"with_{Path(path).stem}")
+
+def checksum(path):
+    """Of a user's file, or None."""
+    return f"{zlib.crc32(Path(path).read_bytes()):08x}" if path else None
+
+def hardware(device):
+    """-> (the name of the GPU, or else of the CPU; whether it has BF16 instructions)"""
+    if device.startswith("cuda"):
+        return (torch.cuda.get_device_name(device),
+                torch.cuda.is_bf16_supported(including_emulation=False))
+    cpu = torch.cpu.get_capabilities()
+    bf16 = any(cpu.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+    return cpu.get("cpu_name", cpu.get("architecture", "a CPU")), bf16
+
+def has_device(name):
+    try:
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError):
+        return False
+    return True
+
+def choose_device(config):
+    """Check --device, and choose --dtype if it is not given."""
+    try:
+        if config.device == "cuda" and WORLD > 1:   # each process has its own GPU
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.empty(1, device=config.device)
+    except (RuntimeError, AssertionError) as e:
+        raise UserError(f"--device {config.device}: {str(e).splitlines()[0]}") from e
+    if config.dtype is None:
+        config.dtype = "bfloat16" if hardware(config.device)[1] else "float32"
+    # Torch compiles its product of experts, grouped_mm, in bfloat16 alone
+    require(config.dtype == "bfloat16" or not (config.compile and config.experts),
+            "--compile of experts needs --dtype bfloat16")
+
+# --- A run's folder ------------------------------------------------------------------
+
+def vocabulary_of(config):
+    """The vocabulary size. UserError if --resume or --init has another."""
+    source = config.resume or config.init
+    if not source:
+        return prepare.vocabulary(config.data)
+    old = read_run(find_checkpoint(source))
+    if config.data == old["settings"]["data"]:          # it may be gone by now
+        return old["vocab_size"]
+    vocab_size = prepare.vocabulary(config.data)
+    require(vocab_size == old["vocab_size"], f"--data {config.data} has a vocabulary "
+            f"of {vocab_size}, and {source} one of {old['vocab_size']}")
+    return vocab_size
+
+@contextmanager
+def open_run(config):
+    """Choose the run's folder, config.out, and lock it; then choose the checkpoint that
+    it starts from, config.resume. Yields what a checkpoint says of the run, a dict, and
+    an Event that Ctrl-C sets."""
+    locks = []                  # the folder is locked as long as this file is open
+    try:
+        config.out, config.resume = by_first_process(claim, config, locks)
+        run = {"step": 0, "tokens": 0, "seconds": 0.0}
+        if config.resume:
+            old = read_run(config.resume)
+            run |= {name: old[name] for name in run}
+        require(run["step"] <= config.steps, f"{config.resume} is at step "
+                f"{run['step']}, beyond --steps {config.steps}")
+        with signals_caught() as stop:
+            yield run, stop
+    finally:
+        for lock in locks:
+            lock.close()
+
+def claim(config, locks):
+    """-> (the run's folder, which is locked; the checkpoint to start from, or None).
+    UserError if another process trains there, or if it holds another run or later steps
+    of this one, which only --overwrite deletes."""
+    source = Path(config.resume) if config.resume else None
+    is_run = source is not None and not (source / ".metadata").exists()
+    try:
+        if config.out:
+            out = Path(config.out)
+            out.mkdir(parents=True, exist_ok=True)
+            lock_folder(out, locks)
+        elif is_run or (source and checkpoints(source.parent)[-1:] == [source]):
+            out = source if is_run else source.parent           # the run goes on
+            lock_folder(out, locks)
+        elif source:
+            out = new_folder(os.path.abspath(source.parent), locks)
+            say(f"{source.parent} has later checkpoints, so this branch has a folder "
+                f"of its own, {out}")
+        else:
+            out = new_folder(default_name(config), locks)
+            if str(out) != default_name(config):
+                say(f"{default_name(config)} is taken, so this run is in {out}")
+    except OSError as e:
+        raise UserError(f"can't train in {config.out or config.resume}: {e}") from e
+    checkpoint = find_checkpoint(source) if source else None
+    others, goes_on = what_is_there(out, checkpoint)
+    if others or ((out / "log.jsonl").exists() and not goes_on):
+        resume = f"--resume {out} goes on with it, " if checkpoints(out) else ""
+        require(config.overwrite, f"{out} holds a run: {resume}--overwrite deletes it, "
+                "and without --out the new run gets a folder of its own")
+    return str(out), checkpoint and str(checkpoint)
+
+def what_is_there(out, checkpoint):
+    """-> (checkpoints of other runs, or later ones; whether a run goes on here)"""
+    goes_on = checkpoint is not None and out.samefile(checkpoint.parent)
+    return [path for path in checkpoints(out)
+            if not goes_on or path.name > checkpoint.name], goes_on
+
+def clear_folder(config):
+    """Delete what --overwrite names, and what a process that was killed has left: half
+    a checkpoint, half a line of the log."""
+    out, checkpoint = Path(config.out), config.resume and Path(config.resume)
+    others, goes_on = what_is_there(out, checkpoint)
+    half = set(out.glob(CHECKPOINT)) - set(checkpoints(out))
+    for path in (*others, *half):
+        shutil.rmtree(path)
+    log_file = out / "log.jsonl"
+    if log_file.exists():
+        whole_lines = log_file.read_bytes().rfind(b"\n") + 1
+        os.truncate(log_file, whole_lines if goes_on else 0)
+
+def default_name(config):
+    """out/MODEL-RECIPE-sSEED. Flags that change the recipe stand behind it, such as
+    ufp4-rht.wgrad."""
+    name = f"out/{config.model}-{config.recipe}"
+    for field_name in ("keep_bf16", *RECIPE_FIELDS):
+        value = getattr(config, field_name)
+        if value:
+            name += f"-{field_name}.{value}"
+    return f"{name}-s{config.seed}"
+
+def new_folder(name, locks):
+    """The first folder without a run in it: name, or name-2, name-3, ..., locked."""
+    for number in itertools.count(1):
+        path = Path(name if number == 1 else f"{name}-{number}")
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            lock_folder(path, locks)
+        except (FileExistsError, UserError):    # a file, or a run that just begins
+            continue
+        if not checkpoints(path) and not (path / "log.jsonl").exists():
+            return path
+        locks.pop().close()
+
+def lock_folder(out, locks):
+    """Add to locks a file that is locked as long as it is open. UserError if it is
+    locked already, in this process or another."""
+    lock = open(out / "lock", "w")
+    try:
+        import fcntl
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise UserError(f"another process trains in {out}; use another --out") from None
+    except (ImportError, OSError):          # Windows and some network disks
+        say(f"nothing can be locked in {out}: let no other process train there")
+    locks.append(lock)
+
+# --- Ctrl-C --------------------------------------------------------------------------
+
+@contextmanager
+def signals_caught():
+    """Yields an Event. Ctrl-C (SIGINT) sets it, and so do SIGTERM, SIGHUP of a terminal
+    that closes, and SIGUSR1, which clusters send as a warning. The run then saves and
+    stops after its step. A second Ctrl-C or SIGTERM ends the process at once.
+
+    Python calls a handler between two of its instructions, so the answer may take as
+    long as a compiler does."""
+    stop = threading.Event()
+    # Python allows signal handlers in the main thread alone
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")          # Windows lacks two
+    before = {number: signal.getsignal(number) for name in names
+              if (number := getattr(signal, name, None)) is not None}
+    caught = [n for n, old in before.items() if old != signal.SIG_IGN]      # by nohup
+
+    def handler(number, frame):
+        stop.set()
+        for other in caught:
+            signal.signal(other, again.get(other, signal.SIG_IGN))
+        say(f"{signal.Signals(number).name}: stopping after this step; Ctrl-C "
+            f"{'again ' if number == signal.SIGINT else ''}to stop now")
+
+    in_notebook = hasattr(sys, "ps1")               # whose process must live on
+    again = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT:
+             signal.default_int_handler if in_notebook else signal.SIG_DFL}
+    for number in caught:
+        signal.signal(number, handler)
+    try:
+        yield stop
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+class Unbroken:
+    """A text stream that goes on if nobody reads it: a terminal that has closed, or a
+    `tee` that has ended, is no reason to lose a run."""
+    def __init__(self, stream):
+        self.stream = stream
+
+    def write(self, text):
+        try:
+            self.stream.write(text)
+        except OSError:
+            self.stream = open(os.devnull, "w")
+        return len(text)
+
+    def flush(self):
+        try:
+            self.stream.flush()
+        except OSError:
+            self.stream = open(os.devnull, "w")
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+# --- The log -------------------------------------------------------------------------
+
+def begin_log(config, run, model, shards, data_folder):
+    """Complete what checkpoints say of the run. Log and print what runs, and what is
+    not as it was before."""
+    old = read_run(config.resume) if config.resume else None
+    if RANK == 0:
+        clear_folder(config)
+    # The data's folder is named after Python's version, or after a text's checksum
+    run |= {"settings": vars(config), "vocab_size": model.embed.num_embeddings,
+            "data_folder": str(data_folder), "with_checksum": checksum(config.with_),
+            "data_version": f"{data_folder.name}-{len(shards)}"}
+    names = "data_version", "with_checksum"
+    now, before = ({**settings_of(r), **{name: r.get(name) for name in names}}
+                   for r in (run, old or run))
+    changed = {name: [before[name], now[name]] for name in before.keys() & now.keys()
+               if before[name] != now[name]}
+    name = hardware(config.device)[0]
+    log(config, {"settings": run["settings"], "start": run["step"], "changed": changed,
+                 "data_version": run["data_version"], "commit": git_commit(),
+                 "processes": WORLD, "torch": torch.__version__, "hardware": name})
+    parameters = sum(p.numel() for p in model.parameters())
+    say(f"{config.model}, {parameters / 1e6:.2f}M parameters, recipe {config.recipe}, "
+        f"{config.dtype} on {WORLD} x {name}, steps {run['step']} to {config.steps}, "
+        f"{config.out}")
+    for name, (was, value) in changed.items():
+        if name == "with_checksum":
+            say(f"changed: {config.with_} is not as it was")
+        else:
+            say(f"changed: {name} is {value}, and was {was}")
+    say(f"data: {sum(map(len, shards)):,} tokens in {data_folder}, and {config.steps} "
+        f"steps read {config.steps * config.batch_size * config.seq_len:,}")
+    if make_recipe(config).fmt and run["step"] < config.steps:
+        say("first the quantizers are compiled, which takes up to a minute once")
 
 def log(config, record):
     """Append a dict to the log, as a line. One write, so that it is never half there
     if the process is killed."""
     if RANK == 0:
-        with open(Path(config.out) / "log.jsonl", "ab", buffering=0) as file:
-            file.write(f"{json.dumps(record)}\n".encode())
+        path = Path(config.out) / "log.jsonl"
+        try:
+            with open(path, "ab", buffering=0) as file:
+                file.write(f"{json.dumps(record)}\n".encode())
+        except OSError as e:
+            raise UserError(f"can't write {path}: {e}; {what_is_saved(config)}") from e
 
 def read_log(path):
     """-> [header, step, step, ...], dicts. Each start of a run logs a header. Returned
@@ -741,81 +1190,20 @@ def read_log(path):
     require(header, f"{path} is damaged: it has no settings")
     return [header, *(steps[n] for n in sorted(steps))]
 
-def default_name(config):
-    """out/MODEL-RECIPE-sSEED. Flags that change the recipe stand behind it, such as
-    ufp4-rht.wgrad."""
-    name = f"out/{config.model}-{config.recipe}"
-    for field_name in ("keep_bf16", *RECIPE_FIELDS):
-        value = getattr(config, field_name)
-        if value:
-            name += f"-{field_name}.{value}"
-    return f"{name}-s{config.seed}"
+def what_is_saved(config):
+    """For whoever stops a run: its newest checkpoint, and how to go on."""
+    saved = checkpoints(config.out)
+    if not saved:
+        return "nothing is saved"
+    return (f"step {int(saved[-1].name[5:])} is saved; to go on: "
+            f"{command_of(config)}")
 
-def new_folder(name):
-    """Make a folder that was not there: name, or name-2, name-3, ..."""
-    for number in itertools.count(1):
-        path = Path(name if number == 1 else f"{name}-{number}")
-        try:
-            path.mkdir(parents=True)
-            return path
-        except FileExistsError:
-            continue
-
-def choose_folder(config):
-    """The run's folder, which is made if it is not there."""
-    if config.out:
-        out = Path(config.out)
-        out.mkdir(parents=True, exist_ok=True)
-        return out
-    if config.resume:
-        start = Path(config.resume)
-        if checkpoints(start.parent)[-1:] == [start]:
-            return start.parent             # the run goes on
-        out = new_folder(os.path.abspath(start.parent))
-        say(f"{start.parent} has later checkpoints, so this branch has a folder of its "
-            f"own, {out}")
-        return out
-    out = new_folder(default_name(config))
-    if str(out) != default_name(config):
-        say(f"{default_name(config)} is taken, so this run is in {out}")
-    return out
-
-def lock_folder(out):
-    """A file that is locked as long as it is open, so that no other process writes into
-    this folder."""
-    lock = open(out / "lock", "w")
-    try:
-        import fcntl
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ValueError(f"another process trains in {out}; use another --out")
-    except (ImportError, OSError):      # Windows and some network disks have no locks
-        pass
-    return lock
-
-def claim(config):
-    """Choose the run's folder, config.out, and lock it. Returns the lock. ValueError if
-    it holds another run, or later steps of this one. Only --overwrite deletes these."""
-    out = choose_folder(config)
-    lock = lock_folder(out)
-    config.out = str(out)
-    log_file, saved = out / "log.jsonl", checkpoints(out)
-    is_continuation = (config.resume is not None
-                       and out.samefile(Path(config.resume).parent))
-    others = saved
-    if is_continuation:
-        others = [path for path in saved if path.name > Path(config.resume).name]
-    if others or (log_file.exists() and not is_continuation):
-        resume = f"--resume {out} goes on with it, " if saved else ""
-        require(config.overwrite, f"{out} holds a run: {resume}--overwrite deletes it, "
-                "and without --out the new run gets a folder of its own")
-    # A process that was killed may have left half a checkpoint and half a line
-    for path in (*others, *(set(out.glob(CHECKPOINT)) - set(saved))):
-        shutil.rmtree(path)
-    if log_file.exists():
-        whole_lines = log_file.read_bytes().rfind(b"\n") + 1
-        os.truncate(log_file, whole_lines if is_continuation else 0)
-    return lock
+def command_of(config):
+    """The command that resumes the run, for a shell."""
+    program = "python"
+    if WORLD > 1:
+        program = f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
+    return f"{program} train.py --resume {shlex.quote(str(config.out))}"
 
 def git_commit():
     """The commit of this code, "-dirty" if it was changed; None outside of git."""
@@ -823,309 +1211,58 @@ def git_commit():
     done = subprocess.run(command, shell=True, cwd=HERE, capture_output=True, text=True)
     return done.stdout.strip() or None
 
-# --- Ctrl-C --------------------------------------------------------------------------
-
-SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
-           if hasattr(signal, name)]            # Windows lacks some
-IN_NOTEBOOK = hasattr(sys, "ps1")       # or in another interactive Python
-
-@contextmanager
-def signals_caught(config):
-    """Yields an Event. Ctrl-C (SIGINT) sets it, and so do SIGTERM, SIGHUP of a terminal
-    that closes, and SIGUSR1, which clusters send as a warning. The run then saves and
-    stops after its step. A second Ctrl-C ends the process at once.
-
-    Python calls a signal's handler only between two of its instructions in the main
-    thread. If that waits, for example for a compiler, an answer would take minutes. But
-    set_wakeup_fd writes the signal's number into a socket immediately, and another
-    thread reads it there."""
-    stop = threading.Event()
-    # Python allows signal handlers in the main thread alone
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-
-    def answer():
-        while number := receiver.recv(1):
-            number = signal.Signals(number[0])
-            if number.name == "SIGHUP":
-                leave_terminal()
-            if number in SIGNALS and not stop.is_set():
-                stop.set()
-                again = "again" if number == signal.SIGINT else "Ctrl-C"
-                say(f"{number.name}: stopping after this step; {again} to stop now")
-            elif number == signal.SIGINT and not IN_NOTEBOOK:
-                say(f"stopped; {what_is_saved(config)}")
-                os._exit(130)
-
-    receiver, sender = socket.socketpair()
-    sender.setblocking(False)
-    threading.Thread(target=answer, daemon=True).start()
-    interrupts = []
-
-    def handler(number, frame):         # the main thread calls this, sooner or later
-        if number == signal.SIGINT:
-            interrupts.append(number)
-        if len(interrupts) > 1 and IN_NOTEBOOK:     # whose process must live on
-            raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, handler) for number in SIGNALS
-              if signal.getsignal(number) != signal.SIG_IGN}    # as nohup does
-    wakeup = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
-    # A terminal sends Ctrl-C to compilers that this process has started as well, and
-    # they would end. So block signals here, which they inherit. The thread gets them
-    if os.name == "posix":
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    try:
-        yield stop
-    finally:
-        if os.name == "posix":
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-        signal.set_wakeup_fd(wakeup)
-        for number, old in before.items():
-            signal.signal(number, old)
-        sender.close()                  # so the thread ends
-
-def leave_terminal():
-    """Print nowhere if the terminal has closed, where printing would be an error."""
-    for fd in (1, 2):
-        try:
-            os.write(fd, b"\n")
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
-
-# --- The run -------------------------------------------------------------------------
-
-def lr_factor(step, config):
-    """By what the schedule multiplies the peak learning rate: linear warm-up, then
-    cosine decay to final_lr_frac at the last step. Or, with wsd, 1 and then a linear
-    decay in the last steps."""
-    if step < config.warmup:
-        return (step + 1) / config.warmup
-    if config.schedule == "wsd":
-        decay = max(1, round(config.decay_frac * config.steps))
-        t = max(0, step + 1 - (config.steps - decay)) / decay
-        fall = 1 - t                                                # from 1 to 0
-    else:
-        t = (step - config.warmup) / max(1, config.steps - 1 - config.warmup)
-        fall = 0.5 * (1 + math.cos(math.pi * t))                    # from 1 to 0
-    return config.final_lr_frac + (1 - config.final_lr_frac) * fall
-
-def build(config, recipe, vocab_size):
-    """-> (the model, its optimizer)
-
-    The meta device has shapes without memory. So no process ever holds the whole model:
-    it is sharded there, then each process allocates and fills its own shard."""
-    with torch.device("meta"):
-        model = GPT(config, recipe, vocab_size)
-    for block in model.blocks:
-        if config.compile:
-            block.forward = torch.compile(block.forward)
-        if config.remat:                # draws the same random bits again
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    if WORLD > 1:
-        mesh = dist.device_mesh.init_device_mesh(config.device, (WORLD,))
-        for module in (*model.blocks, model):
-            fully_shard(module, mesh=mesh)
-    model.to_empty(device=config.device)
-    model.init_weights(config.seed)
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    gains = [p for p in model.parameters() if p.dim() == 1]
-    groups = [{"params": matrices}, {"params": gains, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True,
-                                  weight_decay=config.weight_decay)
-    for group in optimizer.param_groups:    # a group may have a rate of its own
-        group["peak"] = group["lr"]
-    return model, optimizer
-
-def log_start(run, old, model):
-    """Log and print what runs, and what is not as it was in the run `old`."""
-    config = Config(**run["settings"])
-    now, before = ({**settings_of(r), "data_version": r["data_version"]}
-                   for r in (run, old))
-    changed = {name: [before[name], now[name]] for name in before.keys() & now.keys()
-               if before[name] != now[name]}
-    name = hardware(config.device)[0]
-    log(config, {"settings": run["settings"], "start": run["step"], "changed": changed,
-                 "data_version": run["data_version"], "commit": git_commit(),
-                 "processes": WORLD, "torch": torch.__version__, "hardware": name})
-    parameters = sum(p.numel() for p in model.parameters())
-    say(f"{config.model}, {parameters / 1e6:.2f}M parameters, recipe {config.recipe}, "
-        f"{config.dtype} on {WORLD} x {name}, steps {run['step']} to {config.steps}, "
-        f"{config.out}")
-    for name, (was, value) in changed.items():
-        say(f"changed: {name} is {value}, and was {was}")
-    if make_recipe(config).fmt and run["step"] < config.steps:
-        say("first the quantizers are compiled, which takes up to a minute once")
-
-def train(config):
-    """Train to the last step. Returns the last validation loss."""
-    recipe, vocab_size = make_recipe(config), prepare.vocabulary(config.data)
-    run, old = {"step": 0, "tokens": 0, "seconds": 0.0}, None
-    if source := config.resume or config.init:
-        old = read_run(source)
-        if config.data == old["settings"]["data"]:      # it may be gone by now
-            vocab_size = old["vocab_size"]
-        require(vocab_size == old["vocab_size"], f"--data {config.data} has a "
-                f"vocabulary of {vocab_size}, and {source} one of {old['vocab_size']}")
-    model, optimizer = build(config, recipe, vocab_size)
-    shards, val, data_folder = load_data(config, vocab_size)
-    if config.init:
-        load_weights(config.init, model)
-    if config.resume:
-        load_checkpoint(config.resume, state_of(model, optimizer))
-        run |= {name: old[name] for name in run}
-    start = run["step"]
-    require(start <= config.steps,
-            f"{config.resume} is at step {start}, beyond --steps {config.steps}")
-    # The folder is locked as long as this file is open
-    lock = claim(config) if RANK == 0 else None
-    if WORLD > 1:
-        out = [config.out]
-        dist.broadcast_object_list(out)                 # rank 0 has chosen it
-        config.out = out[0]
-    # The data's folder is named after Python's version, or after a text's checksum
-    run |= {"settings": vars(config), "vocab_size": vocab_size,
-            "data_folder": str(data_folder),
-            "data_version": f"{data_folder.name}-{len(shards)}"}
-    log_start(run, old if config.resume else run, model)
-    say(f"data: {sum(map(len, shards)):,} tokens in {data_folder}, and {config.steps} "
-        f"steps read {config.steps * config.batch_size * config.seq_len:,}")
-
-    moes = [m for m in model.modules() if isinstance(m, MoE)]
-    bar = tqdm(total=config.steps, initial=start, disable=RANK > 0)
-    began, val_loss = time.perf_counter() - run["seconds"], None
-    with bar, signals_caught(config) as stop:
-        for step in range(start, config.steps + 1):
-            # `step` steps are done. Is it time to log, to validate, to save, to stop?
-            # (loss, norm and imbalance are those of the step before, further down)
-            last, trained = step == config.steps, step > start
-            stops = in_any_process(stop.is_set())
-            validates = (last or is_due(step, config.eval_interval)) and not stops
-            saves = trained and (last or stops or is_due(step, config.save_interval)
-                                 or step in config.steps_to_save)
-            logs = trained and (validates or saves or is_due(step, config.log_interval))
-            if logs:
-                # Only now wait for the device. The loss is averaged over the processes,
-                # the other numbers are the same in all of them
-                loss, norm = all_sum(loss).item() / WORLD, norm.item()
-                run["seconds"] = time.perf_counter() - began
-                record = {"step": step, "tokens": run["tokens"],
-                          "seconds": round(run["seconds"], 1), "train_loss": loss,
-                          "lr": optimizer.param_groups[0]["lr"], "grad_norm": norm}
-                if step > timed_from:
-                    tokens = (step - timed_from) * config.batch_size * config.seq_len
-                    speed = tokens / (time.perf_counter() - clock)
-                    record["tokens_per_s"] = round(speed)
-                    bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s")
-                if moes:
-                    record["max_load"] = max(imbalance).item()
-                # It is enough to look at steps that are logged: a loss that is not
-                # finite spoils all later ones, and nothing is saved before this check
-                check_finite(record, loss + norm)
-                log(config, record)
-            if validates:
-                found = validate(model, val, config, stop)
-                if found is None:
-                    stops = True
-                else:
-                    val_loss = found["val_loss"]
-                    check_finite({"step": step} | found, val_loss)
-                    log(config, {"step": step} | found)
-                    train_loss = f"train_loss {loss:.4f}, " if trained else ""
-                    say(f"step {step}: {train_loss}val_loss {val_loss:.4f}")
-            if saves or (stops and trained):
-                save(config, run, model, optimizer)
-            if stops:
-                raise KeyboardInterrupt(f"stopped; {what_is_saved(config)}")
-            if last:
-                break
-            if logs:        # validating and saving do not count in the next tokens/s
-                timed_from, clock = step, time.perf_counter()
-
-            # The random bits of this step and process: a resumed run draws the same
-            seeds = np.random.SeedSequence((config.seed, step, RANK))
-            torch.manual_seed(int(seeds.generate_state(1, np.uint64)[0]))
-            factor = lr_factor(step, config)
-            for group in optimizer.param_groups:
-                group["lr"] = group["peak"] * factor
-            loss = 0.0
-            for micro_step in range(config.micro_steps):
-                inputs, targets = get_batch(shards, config, step, micro_step)
-                micro_loss = model(inputs, targets) / config.micro_steps
-                micro_loss.backward()       # FSDP averages over processes here
-                loss += micro_loss.detach()
-            # Clips (not at --clip 0), and returns the norm before that
-            norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip or math.inf)
-            norm = norm.full_tensor() if WORLD > 1 else norm        # FSDP's is sharded
-            optimizer.step()
-            optimizer.zero_grad()
-            imbalance = [moe.balance() for moe in moes]
-            run["step"] += 1
-            run["tokens"] += config.batch_size * config.seq_len
-            bar.update()
-            if step == start:               # it has compiled: time from here on
-                loss.item()                 # waits for the device
-                timed_from, clock = step + 1, time.perf_counter()
-
-    say(f'to generate text:  python train.py --resume {config.out} --prompt "def "\n'
-        "to compare runs:   python bench.py runs")
-    return val_loss
-
-def is_due(step, interval):
-    return interval > 0 and step % interval == 0
-
-def check_finite(record, value):
-    if not math.isfinite(value):
-        raise FloatingPointError(
-            f"not finite: {record}; --resume would repeat this, so start another run, "
-            "for example with a lower --lr")
-
 # --- A trained model -----------------------------------------------------------------
 
 def load(path, device="cpu", **settings):
     """The model of a run, of a checkpoint or of an exported file, for a notebook. Its
     settings are in model.config. They are those of the run, but for `settings`: with
-    recipe="e2m1" its weights are used in E2M1."""
+    recipe="e2m1" its weights are used in E2M1, and --rht and the like, which changed
+    the recipe of the run, are dropped."""
     path = find_checkpoint(path)
     run = read_run(path)
-    settings = {"device": device, "compile": False} | settings
-    config = Config(**settings_of(run) | settings)
-    import_with(config.with_)
+    old = settings_of(run) | {"device": device, "compile": False}
+    if "recipe" in settings:
+        old = {name: old[name] for name in old.keys() - set(RECIPE_FIELDS)}
+    config = Config(**old | settings)
+    is_needed = config.recipe not in ufp4.RECIPES or "with_" in settings
+    if config.with_ and (is_needed or Path(config.with_).is_file()):
+        import_with(config.with_)
+        if "with_" not in settings and run.get("with_checksum") not in (
+                None, checksum(config.with_)):
+            warnings.warn(f"{config.with_} is not as it was when {path} was trained")
     model, _ = build(config, make_recipe(config), run["vocab_size"])
     load_weights(path, model)
     model.config = config
     return model.eval()
 
 def export(path, file):
-    """Write the weights and settings of a run or checkpoint to one file, for load()."""
+    """Write the weights and settings of a run or checkpoint to one file, for load().
+    UserError if it can't be written."""
+    require(WORLD == 1, "--export is for one process: python train.py, not torchrun")
     path = find_checkpoint(path)
     weights = load(path).state_dict()
-    with prepare.whole(Path(file)) as temporary:
-        torch.save(read_run(path) | {"model": weights}, temporary)
-
-@torch.no_grad()
-def generate(model, tokens, config):
-    """Continue tokens (1, T) by --max-new-tokens."""
-    model.eval()
-    torch.manual_seed(config.seed)                      # all processes draw the same
-    for _ in range(config.max_new_tokens):
-        logits = model(tokens[:, -config.seq_len:])[:, -1].float()      # (1, V)
-        p = torch.softmax(logits / 0.8, -1)             # at temperature 0.8
-        tokens = torch.cat((tokens, torch.multinomial(p, 1)), 1)
-    return tokens
+    try:
+        with prepare.whole(Path(file)) as temporary:
+            torch.save(read_run(path) | {"model": weights}, temporary)
+    except (OSError, RuntimeError) as e:                # RuntimeError: a full disk
+        raise UserError(f"can't write {file}: {e}") from e
 
 def answer_prompt(config):
     """--prompt: continue a text, and print both. Needs no data."""
-    vocab_size = read_run(config.resume)["vocab_size"]
+    path = find_checkpoint(config.resume)
+    vocab_size = read_run(path)["vocab_size"]
     require(prepare.vocabulary(config.data) == vocab_size, "can't find the vocabulary "
-            f"of {config.resume}: --data {config.data} has another, or is gone")
-    tokens = prepare.encode(config.prompt or "\n", config.data)
+            f"of {path}: --data {config.data} has another, or is gone")
+    # A shell without a UTF-8 locale gives bytes that Python could not decode
+    prompt = os.fsencode(config.prompt).decode(errors="replace")
+    tokens = prepare.encode(prompt or "\n", config.data)
     config.compile = False              # would take longer than the text
     model, _ = build(config, make_recipe(config), vocab_size)
-    load_weights(config.resume, model)
+    load_weights(path, model)
     tokens = generate(model, torch.tensor([tokens], device=config.device), config)
     say(prepare.decode(tokens[0].tolist(), config.data))
+
+# --- --dry-run -----------------------------------------------------------------------
 
 def count_parameters(config, model):
     """-> (all of them, those that a token uses: the others are in experts)"""
@@ -1149,7 +1286,6 @@ def activation_bytes(config, vocab_size):
 def dry_run(config):
     """--dry-run: print what a run needs. The model is on the meta device, so this takes
     neither data nor memory."""
-    make_recipe(config)                 # checks it
     vocab_size, processes = prepare.vocabulary(config.data), config.dry_run
     with torch.device("meta"):
         model = GPT(config, ufp4.RECIPES["bf16"], vocab_size)
@@ -1161,14 +1297,22 @@ def dry_run(config):
     block = sum(p.numel() for p in model.blocks[0].parameters())
     tokens = config.batch_size * config.seq_len
     micro = tokens // (processes * config.micro_steps)
+    head = vocab_size * config.dim
+    # Of layers that are not quantized, autocast keeps copies for the backward pass
+    copied, is_bf16 = head, make_recipe(config).fmt is None
+    if is_bf16:
+        copied += block * (1 if config.remat else config.layers)
     memory = {"weights": 4 * shard, "gradients": 4 * shard, "moments": 8 * shard,
-              "gathered by FSDP2": 3 * 4 * block if processes > 1 else 0,
-              "activations": micro * activation_bytes(config, vocab_size)}
+              "blocks that FSDP2 gathers": 3 * 4 * block if processes > 1 else 0,
+              "embedding, head, their gradients": 2 * 8 * head if processes > 1 else 0,
+              "BF16 copies of weights": 0 if config.dtype == "float32" else 2 * copied,
+              "activations": micro * activation_bytes(config, vocab_size),
+              "the loss, at its peak": micro * 8 * vocab_size}
     print(f"{config.model}: {total / 1e6:,.2f}M parameters, of which a token uses "
           f"{active / 1e6:,.2f}M (vocabulary: {vocab_size:,})")
     print(f"memory of each process, of {processes}, in GB:")
     for what, size in (*memory.items(), ("in all", sum(memory.values()))):
-        print(f"    {what:18} {size / 1e9:9.3f}")
+        print(f"    {what:32} {size / 1e9:9.3f}")
     print(f"activations are what autograd saves of a micro-batch of {micro:,} tokens, "
           f"in {config.dtype or 'bfloat16'};\n--remat lowers them, and --grad-accum if "
           "that is more than a sequence")
@@ -1178,30 +1322,33 @@ def dry_run(config):
 # --- The command ---------------------------------------------------------------------
 
 def main(argv=()):
-    """The command. In a notebook: train.main(["--recipe", "ufp4"])."""
+    """The command. In a notebook: train.main(["--recipe", "ufp4"]), which returns the
+    last validation loss. A user's mistake is one sentence, any other error a traceback.
+    """
     if hasattr(sys.stdout, "reconfigure"):      # what a terminal can't show becomes "?"
         sys.stdout.reconfigure(errors="replace")
     try:
+        if WORLD > 1:
+            dist.init_process_group()       # gloo for CPU tensors, NCCL for a GPU's
         config = parse_args(argv)
         if config.dry_run:
             return dry_run(config)
         if config.export:
             return export(config.resume, config.export)
-        if WORLD > 1:
-            dist.init_process_group()       # gloo for CPU tensors, NCCL for a GPU's
-        train(config) if config.prompt is None else answer_prompt(config)
+        loss = train(config) if config.prompt is None else answer_prompt(config)
         if WORLD > 1:
             dist.destroy_process_group()
-    except FloatingPointError as e:
+        return loss
+    except Diverged as e:
         print(f"train.py: {e}", file=sys.stderr)
         sys.exit(3)                         # bench.py recognizes this code
-    except (ValueError, OSError, ImportError, KeyboardInterrupt) as e:
-        frames = traceback.extract_tb(e.__traceback__)
-        if USER_FILES & {frame.filename for frame in frames}:
-            raise
+    except UserError as e:
+        sys.exit(f"train.py: {e}")
+    except KeyboardInterrupt as e:
         sys.exit(f"train.py: {str(e) or 'interrupted'}")
 
 if __name__ == "__main__":
     # A file of --with may `import train`: it gets this module, not a second copy
     sys.modules["train"] = sys.modules["__main__"]
+    sys.stdout, sys.stderr = Unbroken(sys.stdout), Unbroken(sys.stderr)
     main(sys.argv[1:])
