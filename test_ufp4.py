@@ -2520,7 +2520,7 @@ def test_bench_shifted_thresholds():
         x = randn(64, 64)
         q = RECIPES[f"ufp4-shift{shift:+}"].quantizer("x", "fprop")
         assert slope(q(x), rotate(x, q.signs)) == pytest.approx(1, abs=1e-6)
-        # They are rescaled, and else differ from ufp4 where a number is near a threshold
+        # They are rescaled, and else differ from ufp4 where a number is near one
         plain = RECIPES["ufp4"].quantizer("x", "fprop")(x)
         share = ((q(x) / plain - 1).abs() > 0.1).float().mean()
         assert 0.02 < share < 0.2
