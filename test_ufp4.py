@@ -1990,6 +1990,35 @@ def test_train_an_edited_or_lost_file_of_ones_own_is_noticed(
     assert "there is no file" in refused("--resume", s.out, "--steps", "10")
     assert train.load(s.out, recipe="bf16").config.recipe == "bf16"
 
+def test_train_readmes_file_replaces_what_it_says(settings, text, tmp_path):
+    """Muon for matrices, attention in BF16, and an end in BF16: it trains, goes on from
+    its checkpoint, and a notebook generates with it."""
+    examples = README.split("## Beyond recipes")[1].split("```python")[1:]
+    code, notebook = (part.split("```")[0] for part in examples)
+    (tmp_path / "mine.py").write_text(code)
+    (tmp_path / "run.py").write_text("""
+import sys, train, torch, ufp4
+train.prepare.ROOT = train.Path("data").resolve()
+train.main(sys.argv[1:])
+model = train.load("out/nano-ufp4-s0")
+print([type(group).__name__ for group in train.build(
+    model.config, train.make_recipe(model.config), 256)[1]])
+for name, m in model.named_modules():
+    if hasattr(m, "recipe"):
+        print(name, m.recipe.name)
+""" + notebook)
+    flags = [*TINY, "--data", str(text), "--out", "out/nano-ufp4-s0", "--with",
+             str(tmp_path / "mine.py"), "--max-new-tokens", "5"]
+    for more in flags, ["--resume", "out/nano-ufp4-s0", "--steps", "12"]:
+        done = subprocess.run([sys.executable, "run.py", *more], cwd=tmp_path,
+                              env=os.environ | {"PYTHONPATH": str(HERE)},
+                              text=True, capture_output=True)
+        assert done.returncode == 0, done.stderr
+    assert "['Muon', 'AdamW']" in done.stdout and "def " in done.stdout
+    assert "blocks.0.attn.qkv bf16" in done.stdout
+    assert "blocks.0.mlp.fc1 ufp4" in done.stdout
+    assert records(tmp_path / "out/nano-ufp4-s0")[-1]["step"] == 12
+
 def test_train_errors_of_ones_own_code_have_a_traceback(settings, monkeypatch):
     s = settings("--recipe", "bf16")
     monkeypatch.setattr(train, "parse_args", lambda argv: s)

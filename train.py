@@ -740,7 +740,7 @@ def train(config):
             check_finite(record, loss + norm)
             log(config, record)
             if validates:
-                val_loss = log_validation(model, val, config, step)
+                val_loss = log_validation(model, val, config, step, loss)
             if saves:
                 save(config, run, model, optimizer)
             if stops:
@@ -773,12 +773,13 @@ def training_step(model, optimizer, shards, config, step):
     optimizer.zero_grad()
     return loss, norm
 
-def log_validation(model, val, config, step):
+def log_validation(model, val, config, step, train_loss=None):
     """Validate, log and print. Returns the loss."""
     found = validate(model, val, config)
     check_finite({"step": step} | found, found["val_loss"])
     log(config, {"step": step} | found)
-    say(f"step {step}: val_loss {found['val_loss']:.4f}")
+    also = f"train_loss {train_loss:.4f}, " if train_loss is not None else ""
+    say(f"step {step}: {also}val_loss {found['val_loss']:.4f}")
     return found["val_loss"]
 
 def is_due(step, interval):
