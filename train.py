@@ -372,60 +372,15 @@ class Config:
     rht_block: int = setting(None, "size of the Hadamard matrix: 16, 32, 64, ...")
 
     def __post_init__(self):
-        """Fill in what the preset gives, and check what can be checked without data or
-        a device."""
-        for f in fields(self):
-            value = getattr(self, f.name)
-            kinds = (int, float) if f.type is float else f.type
-            require(value is None or isinstance(value, kinds),
-                    f"{flag(f.name)} is {value!r}, which is no {f.type.__name__}")
-        require(self.model in PRESETS, f"unknown model {self.model!r}: choose from "
-                f"{', '.join(PRESETS)}")
+        """Fill in what the preset gives. UserError for values that cannot be."""
+        check_types(self)
         preset = PRESETS[self.model]
         for name, value in preset.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
         if self.warmup is None:         # at most a fifth of --steps
             self.warmup = min(preset["steps"] // 10, self.steps // 5)
-        for name in ("steps", "layers", "dim", "heads", "hidden", "seq_len",
-                     "batch_size", "eval_windows", "log_interval",
-                     "save_interval", "block", "rht_block", "dry_run"):
-            value = getattr(self, name)
-            require(value is None or value > 0, f"{flag(name)} must be above 0, not "
-                    f"{value}")
-        try:
-            self.steps_to_save
-        except ValueError:
-            raise UserError("--save-at takes steps, such as 500,900, not "
-                            f"{self.save_at!r}") from None
-        for name in ("seed", "lr", "warmup", "clip", "final_lr_frac", "max_new_tokens",
-                     "eval_interval", "keep", "weight_decay", "grad_accum"):
-            value = getattr(self, name)
-            require(value >= 0, f"{flag(name)} must be at least 0, not {value}")
-        processes = self.dry_run or WORLD
-        require(self.out != "", "--out '' is not a folder")
-        require(self.out or not self.overwrite, "--overwrite needs --out, the run that "
-                "it deletes")
-        require(self.warmup <= self.steps, f"--warmup {self.warmup} must be at most "
-                f"--steps {self.steps}")
-        require(0 < self.decay_frac <= 1, "--decay-frac must be above 0 and at most 1, "
-                f"not {self.decay_frac}")
-        require(abs(self.keep_bf16) < self.layers, f"--keep-bf16 {self.keep_bf16} "
-                f"leaves no block to quantize, of {self.layers}")
-        require(self.dim % (2 * self.heads) == 0,
-                f"--dim {self.dim} must be a multiple of 2 x --heads {self.heads}")
-        require(1 <= self.top_k <= self.experts or self.top_k == self.experts == 0,
-                f"--top-k {self.top_k} must be from 1 to --experts {self.experts}, or "
-                "both 0")
-        require(self.batch_size % (processes * self.micro_steps) == 0,
-                f"--batch-size {self.batch_size} must be a multiple of {processes} "
-                f"processes x --grad-accum {self.micro_steps}")
-        require(self.dry_run or self.eval_windows % WORLD == 0, f"--eval-windows "
-                f"{self.eval_windows} must be a multiple of {WORLD} processes")
-        require(self.schedule in ("cosine", "wsd"),
-                f"--schedule must be cosine or wsd, not {self.schedule}")
-        require(self.dtype in (None, "float32", "bfloat16"),
-                f"--dtype must be float32 or bfloat16, not {self.dtype}")
+        check_values(self)
 
     @property
     def micro_steps(self):
@@ -871,6 +826,57 @@ def inherit(given):
     is_run = how == "resume" and path.parent == Path(given[how])
     source = given[how] if is_run else path
     return old | given | {how: str(source)}     # of two dicts the later one wins
+
+def check_types(config):
+    for f in fields(config):
+        value = getattr(config, f.name)
+        kinds = (int, float) if f.type is float else f.type
+        require(value is None or isinstance(value, kinds),
+                f"{flag(f.name)} is {value!r}, which is no {f.type.__name__}")
+    require(config.model in PRESETS, f"unknown model {config.model!r}: choose from "
+            f"{', '.join(PRESETS)}")
+
+def check_values(config):
+    """Check what can be checked without data or a device."""
+    for name in ("steps", "layers", "dim", "heads", "hidden", "seq_len",
+                 "batch_size", "eval_windows", "log_interval",
+                 "save_interval", "block", "rht_block", "dry_run"):
+        value = getattr(config, name)
+        require(value is None or value > 0, f"{flag(name)} must be above 0, not "
+                f"{value}")
+    try:
+        config.steps_to_save
+    except ValueError:
+        raise UserError("--save-at takes steps, such as 500,900, not "
+                        f"{config.save_at!r}") from None
+    for name in ("seed", "lr", "warmup", "clip", "final_lr_frac", "max_new_tokens",
+                 "eval_interval", "keep", "weight_decay", "grad_accum"):
+        value = getattr(config, name)
+        require(value >= 0, f"{flag(name)} must be at least 0, not {value}")
+    processes = config.dry_run or WORLD
+    require(config.out != "", "--out '' is not a folder")
+    require(config.out or not config.overwrite, "--overwrite needs --out, the run that "
+            "it deletes")
+    require(config.warmup <= config.steps, f"--warmup {config.warmup} must be at most "
+            f"--steps {config.steps}")
+    require(0 < config.decay_frac <= 1, "--decay-frac must be above 0 and at most 1, "
+            f"not {config.decay_frac}")
+    require(abs(config.keep_bf16) < config.layers, f"--keep-bf16 {config.keep_bf16} "
+            f"leaves no block to quantize, of {config.layers}")
+    require(config.dim % (2 * config.heads) == 0,
+            f"--dim {config.dim} must be a multiple of 2 x --heads {config.heads}")
+    require(1 <= config.top_k <= config.experts or config.top_k == config.experts == 0,
+            f"--top-k {config.top_k} must be from 1 to --experts {config.experts}, or "
+            "both 0")
+    require(config.batch_size % (processes * config.micro_steps) == 0,
+            f"--batch-size {config.batch_size} must be a multiple of {processes} "
+            f"processes x --grad-accum {config.micro_steps}")
+    require(config.dry_run or config.eval_windows % WORLD == 0, f"--eval-windows "
+            f"{config.eval_windows} must be a multiple of {WORLD} processes")
+    require(config.schedule in ("cosine", "wsd"),
+            f"--schedule must be cosine or wsd, not {config.schedule}")
+    require(config.dtype in (None, "float32", "bfloat16"),
+            f"--dtype must be float32 or bfloat16, not {config.dtype}")
 
 def by_first_process(f, *args):
     """f(*args) as process 0 finds it, or its UserError, in all processes. (They may see
