@@ -1202,7 +1202,8 @@ def test_core_a_folder_with_our_files_is_a_package(tmp_path):
             f"sys.path.insert(0, {str(HERE)!r}); del sys.modules['ufp4']\n"
             "import ufp4 as other, importlib\n"
             "assert other.__file__ != ufp4.__file__ and importlib.reload(other)\n")
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path,
+                   env=os.environ | {"PYTHONPATH": ""})
 
 def test_kernels_hand_on_who_looks_for_another_package_of_that_name(tmp_path):
     """Hugging Face has a package called kernels. Whoever imports that gets it, also

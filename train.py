@@ -446,7 +446,8 @@ def load_data(config, vocab_size):
     for tokens in (*shards, val):
         require(len(tokens) > config.seq_len, f"{tokens.filename} has {len(tokens)} "
                 "tokens, too few for a sequence: use a smaller --seq-len")
-        for first in range(0, len(tokens), prepare.CHUNK):
+        known = config.data in prepare.NAMES                    # and not to be read
+        for first in range(0, 1 if known else len(tokens), prepare.CHUNK):
             largest = tokens[first:first + prepare.CHUNK].max()
             require(largest < vocab_size, f"{tokens.filename} has the token {largest}, "
                     f"and its vocabulary only {vocab_size}")
