@@ -2382,6 +2382,8 @@ def test_data_names_are_words_and_lengths_are_weights(tmp_path, settings):
         prepare.write_tokens(tmp_path / f"own/{name}.bin", [7] * size, 256)
     paths, val = prepare.token_files(tmp_path / "own")
     assert val.name == "val.bin"
+    val.rename(val.with_name("my-validation.bin"))
+    assert prepare.token_files(tmp_path / "own")[1].name == "my-validation.bin"
     assert [p.name for p in paths] == ["interval-train.bin", "medieval_train_0.bin"]
     shards = [prepare.read_tokens(p) + i for i, p in enumerate(paths)]
     s, first = settings("--batch-size", "1"), 0

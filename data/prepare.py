@@ -165,8 +165,10 @@ def read_tokens(path):
     return np.memmap(path, dtype, "r", offset=HEADER_BYTES, shape=count)
 
 def files_called(folder, part):
-    """The .bin files with this word in their names, not "medieval" for "val"."""
-    word = re.compile(rf"(?<![a-z]){part}(?![a-z])", re.IGNORECASE)
+    """The .bin files with this word in their names, "train" or "val". ("validation"
+    will do, "medieval" will not.)"""
+    word = {"train": "train(ing)?", "val": "val(id(ation)?)?"}[part]
+    word = re.compile(f"(?<![a-z]){word}(?![a-z])", re.IGNORECASE)
     return sorted(path for path in Path(folder).glob("*.bin") if word.search(path.stem))
 
 def has_tokens(folder):
