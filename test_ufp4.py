@@ -1685,12 +1685,13 @@ def test_train_the_papers_models_and_what_they_need(monkeypatch, capsys):
         assert float(weights) == pytest.approx(4 * wanted / 128 / 1e9, rel=0.3)
 
 @pytest.mark.parametrize("flags", ["", "--dtype bfloat16", "--remat",
-                                   "--experts 8 --top-k 3 --hidden 64"])
+                                   "--experts 8 --top-k 3 --hidden 64",
+                                   "--experts 8 --top-k 3 --hidden 64 --recipe ufp4"])
 def test_train_the_rule_for_activations_is_what_autograd_saves(settings, flags):
-    """Within a fifth: beside them there are gains, angles, casts of weights."""
+    """Within an eighth: beside them there are gains, angles, casts of weights."""
     sizes = "--recipe bf16 --dim 64 --hidden 160 --layers 3 --seq-len 256"
     s = settings(*sizes.split(), *flags.split())
-    model, _ = train.build(s, RECIPES["bf16"], 256)
+    model, _ = train.build(s, train.make_recipe(s), 256)
     mine, held = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
 
     def pack(t):
@@ -1705,7 +1706,7 @@ def test_train_the_rule_for_activations_is_what_autograd_saves(settings, flags):
     if s.remat:         # the block at work is gone when the forward pass has ended
         rule -= train.activation_bytes(replace(s, remat=False, layers=1), 256)
         rule += 12 * 64 + 8 * 256
-    assert found == pytest.approx(rule, rel=0.2)
+    assert found == pytest.approx(rule, rel=0.125)
 
 # -- What goes wrong --
 def test_train_a_damaged_file_is_named(settings, tmp_path, capsys):
@@ -1938,12 +1939,19 @@ def test_train_flags_of_a_run_that_goes_on(settings, tmp_path):
     assert "--heads 4: " in refused("--resume", s.out, "--heads", "4")
     train.main(["--resume", s.out, "--steps", "12", "--save-at", "10"])
     assert saved(s.out) == [3, 10, 12]
+    again = train.parse_args(["--resume", s.out, "--save-at", "10"])
+    assert again.save_at == "3,10"                  # the same command changes nothing
     run = train.checkpoints(s.out)[-1] / "run.json"
     run.write_text(run.read_text().replace('"lr": 0.003', '"lr": "high"'))
     assert "--lr is 'high', which is no float" in refused("--resume", s.out)
 
-def test_train_a_run_goes_on_elsewhere_than_on_its_gpu(settings, capsys):
+def test_train_a_run_goes_on_elsewhere_than_on_its_gpu(settings, capsys, monkeypatch):
+    """Torch's own choice is not tried: several processes would do so on one GPU."""
     train.train(s := settings("--steps", "4"))
+    with monkeypatch.context() as m:
+        m.setattr(train.Config, "device", "cpu")
+        m.setattr(train, "has_device", None)
+        train.parse_args(["--resume", s.out])
     run = train.checkpoints(s.out)[-1] / "run.json"
     run.write_text(run.read_text().replace('"device": "cpu"', '"device": "warp"'))
     train.main(["--resume", s.out, "--prompt", "x"])
@@ -2148,7 +2156,8 @@ def note_seed(*_):
     print(train.torch.initial_seed(), file=open(f"seeds-{train.RANK}", "a"))
 def stop_one(step, config):
     if step == 4 and train.RANK == 1:
-        os.kill(os.getpid(), train.signal.SIGTERM)
+        for _ in range(2):      # once by a cluster, and once by torchrun
+            os.kill(os.getpid(), train.signal.SIGTERM)
 """
 # In the midst of a save before its data, of a line of the log, of a step, of
 # validating, of a save after its data, of deleting an old checkpoint

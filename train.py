@@ -446,8 +446,10 @@ def load_data(config, vocab_size):
     for tokens in (*shards, val):
         require(len(tokens) > config.seq_len, f"{tokens.filename} has {len(tokens)} "
                 "tokens, too few for a sequence: use a smaller --seq-len")
-        known = config.data in prepare.NAMES                    # and not to be read
-        for first in range(0, 1 if known else len(tokens), prepare.CHUNK):
+        # Tokens of a user's own are read through, each process a part of them. Of our
+        # data sets one part will do
+        end = prepare.CHUNK if config.data in prepare.NAMES else len(tokens)
+        for first in range(RANK * prepare.CHUNK, end, WORLD * prepare.CHUNK):
             largest = tokens[first:first + prepare.CHUNK].max()
             require(largest < vocab_size, f"{tokens.filename} has the token {largest}, "
                     f"and its vocabulary only {vocab_size}")
@@ -820,8 +822,11 @@ def inherit(given):
     if "recipe" in given:       # a new recipe drops the old run's --fmt, --rht, ...
         old = {name: old[name] for name in old.keys() - set(RECIPE_FIELDS)}
     if old.get("save_at") and "save_at" in given:   # what was kept is kept
-        given["save_at"] = f"{old['save_at']},{given['save_at']}"
-    if "device" not in given and not has_device(old.get("device", "cpu")):
+        steps = f"{old['save_at']},{given['save_at']}".split(",")
+        given["save_at"] = ",".join(dict.fromkeys(steps))       # each once
+    # (To try torch's own choice would take memory on the first GPU, in each process)
+    device = old.get("device", Config.device)
+    if "device" not in given and device != Config.device and not has_device(device):
         say(f"the run was on {old.pop('device')}, which is not here")
     # A folder stays one: once that is locked, the newest checkpoint is looked for again
     is_run = how == "resume" and path.parent == Path(given[how])
@@ -1073,7 +1078,8 @@ def lock_folder(out, locks):
 def signals_caught():
     """Yields an Event. Ctrl-C (SIGINT) sets it, and so do SIGTERM, SIGHUP of a terminal
     that closes, and SIGUSR1, which clusters send as a warning. The run then saves and
-    stops after its step. A second Ctrl-C or SIGTERM ends the process at once.
+    stops after its step. A second Ctrl-C or SIGTERM ends the process at once. (Under
+    torchrun the second Ctrl-C does: it arrives as SIGTERM.)
 
     Python calls a handler between two of its instructions, so the answer may take as
     long as a compiler does."""
@@ -1091,6 +1097,8 @@ def signals_caught():
         stop.set()
         for other in caught:
             signal.signal(other, again.get(other, signal.SIG_IGN))
+        if WORLD > 1:       # torchrun passes on what a cluster has sent to all as well
+            signal.signal(number, signal.SIG_IGN)
         say(f"{signal.Signals(number).name}: stopping after this step; Ctrl-C "
             f"{'again ' if number == signal.SIGINT else ''}to stop now")
 
@@ -1210,7 +1218,8 @@ def command_of(config):
     """The command that resumes the run, for a shell."""
     program = "python"
     if WORLD > 1:
-        program = f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
+        here = os.environ.get("LOCAL_WORLD_SIZE", WORLD)    # torchrun sets it
+        program = f"torchrun --nproc-per-node {here}"
     return f"{program} train.py --resume {shlex.quote(str(config.out))}"
 
 def git_commit():
@@ -1286,6 +1295,8 @@ def activation_bytes(config, vocab_size):
     # layers, q, k, v before and after RoPE, attention's output, and of the MLP and of
     # each expert four times `hidden`
     block = 4 * 4 * dim + size * (9 * dim + 2 * k * dim + 4 * (k + 1) * hidden)
+    if k and make_recipe(config).fmt:       # padded inputs, and where each row was
+        block += size * k * (dim + hidden) + 2 * 8 * k
     blocks = config.layers * block
     if config.remat:            # each block's input, and all of the block at work
         blocks = config.layers * 4 * dim + block

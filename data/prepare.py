@@ -273,5 +273,5 @@ if __name__ == "__main__":
         train, val = prepare(args.data, shards=args.shards)
         for path in *train, val:
             print(f"{path}: {len(read_tokens(path)):,} tokens")
-    except (ValueError, OSError) as error:
+    except (UserError, OSError) as error:
         sys.exit(f"prepare.py: {error}")
