@@ -392,67 +392,18 @@ class Config:
         """The steps of --save-at."""
         return [int(step) for step in self.save_at.split(",")] if self.save_at else []
 
-def flag(name):
-    """The flag of a field. with_ is --with, as Python reserves `with`."""
-    return "--" + name.strip("_").replace("_", "-")
-
-RECIPE_FIELDS = ("fmt", "scale", "block", "rht", "sr", "gemms", "rht_block")
-
-def make_recipe(config):
-    """The recipe, as changed by flags. The random signs of the RHT follow from the
-    seed, and are the same in all layers and steps."""
-    changes = {name: getattr(config, name) for name in RECIPE_FIELDS
-               if getattr(config, name) is not None}
-    for name, allowed in (("rht", ufp4.GEMMS), ("sr", ufp4.OPERANDS),
-                          ("gemms", ufp4.GEMMS)):
-        if name in changes:
-            changes[name] = split_names(name, changes[name], allowed)
-    require(config.recipe in ufp4.RECIPES, f"unknown recipe {config.recipe!r}: choose "
-            f"from {', '.join(ufp4.RECIPES)}")
-    recipe = ufp4.RECIPES[config.recipe]
-    require(recipe.fmt or not changes, f"{' '.join(map(flag, changes))} has no effect: "
-            f"{config.recipe} quantizes nothing")
-    for name, table in ("fmt", ufp4.FORMATS), ("scale", ufp4.SCALES):
-        require(changes.get(name) in (None, *table), f"unknown {flag(name)} "
-                f"{changes.get(name)}: choose from {', '.join(table)}")
-    size = changes.get("rht_block", 1)
-    require(size & (size - 1) == 0, f"--rht-block {size} is not a power of two")
-    return replace(recipe, sign_seed=recipe.sign_seed + config.seed, **changes)
-
-def split_names(name, text, allowed):
-    """"dgrad,wgrad" -> ("dgrad", "wgrad"). Also "all" and "none"."""
-    if text in ("all", "none"):
-        return allowed if text == "all" else ()
-    names = tuple(text.replace(" ", "").split(","))
-    require(set(names) <= set(allowed), f"{flag(name)} must be all, none or some of "
-            f"{','.join(allowed)}, not {text}")
-    return names
-
 # --- Data ----------------------------------------------------------------------------
 
 def load_data(config, vocab_size):
     """-> (shards to train on, validation tokens, the folder they are in)"""
-    data = config.data
-    if config.resume:       # the tokens that the run has used, if they are still there
-        old = read_run(find_checkpoint(config.resume))
-        if old["settings"]["data"] == data and prepare.has_tokens(old["data_folder"]):
-            data = old["data_folder"]
+    data = data_of(config)
     if RANK == 0:
         prepare.prepare(data)           # one process downloads for all
     if WORLD > 1:
         dist.barrier()                  # the others wait
     paths, val_path = prepare.prepare(data)             # finds what is there
     shards, val = [prepare.read_tokens(p) for p in paths], prepare.read_tokens(val_path)
-    for tokens in (*shards, val):
-        require(len(tokens) > config.seq_len, f"{tokens.filename} has {len(tokens)} "
-                "tokens, too few for a sequence: use a smaller --seq-len")
-        # Tokens of a user's own are read through, each process a part of them. Of our
-        # data sets one part will do
-        end = prepare.CHUNK if config.data in prepare.NAMES else len(tokens)
-        for first in range(RANK * prepare.CHUNK, end, WORLD * prepare.CHUNK):
-            largest = tokens[first:first + prepare.CHUNK].max()
-            require(largest < vocab_size, f"{tokens.filename} has the token {largest}, "
-                    f"and its vocabulary only {vocab_size}")
+    check_tokens((*shards, val), config, vocab_size)
     return shards, val, val_path.resolve().parent
 
 def windows(tokens, starts, config):
@@ -565,33 +516,6 @@ CHECKPOINT = "ckpt-" + 7 * "[0-9]"
 def checkpoints(folder):
     """The complete checkpoints in a folder, oldest first. DCP writes .metadata last."""
     return sorted(path.parent for path in Path(folder).glob(f"{CHECKPOINT}/.metadata"))
-
-def find_checkpoint(path):
-    """The checkpoint that a path means: the newest one of a run's folder, or itself.
-    ckpt-700 finds ckpt-0000700. An exported file is returned as it is."""
-    path = Path(path)
-    if path.is_file():
-        return path
-    saved = checkpoints(path)
-    if saved:
-        return saved[-1]
-    if re.fullmatch(r"ckpt-\d+", path.name):
-        path = path.with_name(f"ckpt-{int(path.name[5:]):07d}")
-    others = ", ".join(other.name for other in checkpoints(path.parent))
-    require((path / ".metadata").exists(), f"there is no checkpoint in {path}"
-            + (f"; {path.parent} has {others}" if others else ""))
-    return path
-
-def read_run(path):
-    """What a checkpoint or an exported file says about its run."""
-    try:
-        if Path(path).is_file():
-            file = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
-            require("settings" in file, "--export did not write it")
-            return {name: file[name] for name in file.keys() - {"model"}}
-        return json.loads((Path(path) / "run.json").read_text())
-    except (OSError, RuntimeError, ValueError, pickle.UnpicklingError) as e:
-        raise UserError(f"can't read the settings in {path}: {e}") from e
 
 def state_of(model, optimizer):
     """The tensors of a checkpoint. They are those of the model and of the optimizer,
@@ -767,6 +691,11 @@ def check_finite(record, value):
 COMMANDS = ("out", "overwrite", "resume", "init", "prompt", "export", "dry_run")
 # Sizes of weights, which a checkpoint fixes
 SIZES = ("model", "layers", "dim", "heads", "hidden", "experts")
+RECIPE_FIELDS = ("fmt", "scale", "block", "rht", "sr", "gemms", "rht_block")
+
+def flag(name):
+    """The flag of a field. with_ is --with, as Python reserves `with`."""
+    return "--" + name.strip("_").replace("_", "-")
 
 def parse_args(argv=()):
     """The flags as a Config. UserError or SystemExit if they are wrong."""
@@ -919,6 +848,36 @@ def checksum(path):
     """Of a user's file, or None."""
     return f"{zlib.crc32(Path(path).read_bytes()):08x}" if path else None
 
+def make_recipe(config):
+    """The recipe, as changed by flags. The random signs of the RHT follow from the
+    seed, and are the same in all layers and steps."""
+    changes = {name: getattr(config, name) for name in RECIPE_FIELDS
+               if getattr(config, name) is not None}
+    for name, allowed in (("rht", ufp4.GEMMS), ("sr", ufp4.OPERANDS),
+                          ("gemms", ufp4.GEMMS)):
+        if name in changes:
+            changes[name] = split_names(name, changes[name], allowed)
+    require(config.recipe in ufp4.RECIPES, f"unknown recipe {config.recipe!r}: choose "
+            f"from {', '.join(ufp4.RECIPES)}")
+    recipe = ufp4.RECIPES[config.recipe]
+    require(recipe.fmt or not changes, f"{' '.join(map(flag, changes))} has no effect: "
+            f"{config.recipe} quantizes nothing")
+    for name, table in ("fmt", ufp4.FORMATS), ("scale", ufp4.SCALES):
+        require(changes.get(name) in (None, *table), f"unknown {flag(name)} "
+                f"{changes.get(name)}: choose from {', '.join(table)}")
+    size = changes.get("rht_block", 1)
+    require(size & (size - 1) == 0, f"--rht-block {size} is not a power of two")
+    return replace(recipe, sign_seed=recipe.sign_seed + config.seed, **changes)
+
+def split_names(name, text, allowed):
+    """"dgrad,wgrad" -> ("dgrad", "wgrad"). Also "all" and "none"."""
+    if text in ("all", "none"):
+        return allowed if text == "all" else ()
+    names = tuple(text.replace(" ", "").split(","))
+    require(set(names) <= set(allowed), f"{flag(name)} must be all, none or some of "
+            f"{','.join(allowed)}, not {text}")
+    return names
+
 def hardware(device):
     """-> (the name of the GPU, or else of the CPU; whether it has BF16 instructions)"""
     if device.startswith("cuda"):
@@ -951,18 +910,71 @@ def choose_device(config):
 
 # --- A run's folder ------------------------------------------------------------------
 
+def find_checkpoint(path):
+    """The checkpoint that a path means: the newest one of a run's folder, or itself.
+    ckpt-700 finds ckpt-0000700. An exported file is returned as it is."""
+    path = Path(path)
+    if path.is_file():
+        return path
+    saved = checkpoints(path)
+    if saved:
+        return saved[-1]
+    if re.fullmatch(r"ckpt-\d+", path.name):
+        path = path.with_name(f"ckpt-{int(path.name[5:]):07d}")
+    others = ", ".join(other.name for other in checkpoints(path.parent))
+    require((path / ".metadata").exists(), f"there is no checkpoint in {path}"
+            + (f"; {path.parent} has {others}" if others else ""))
+    return path
+
+def read_run(path):
+    """What a checkpoint or an exported file says about its run."""
+    try:
+        if Path(path).is_file():
+            file = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+            require("settings" in file, "--export did not write it")
+            return {name: file[name] for name in file.keys() - {"model"}}
+        return json.loads((Path(path) / "run.json").read_text())
+    except (OSError, RuntimeError, ValueError, pickle.UnpicklingError) as e:
+        raise UserError(f"can't read the settings in {path}: {e}") from e
+
+def read_source(config):
+    """What the checkpoint of --resume or --init says of its run, a dict, or None."""
+    source = config.resume or config.init
+    if source:
+        return by_first_process(lambda: read_run(find_checkpoint(source)))
+
 def vocabulary_of(config):
     """The vocabulary size. UserError if --resume or --init has another."""
-    source = config.resume or config.init
-    if not source:
-        return prepare.vocabulary(config.data)
-    old = read_run(find_checkpoint(source))
-    if config.data == old["settings"]["data"]:          # it may be gone by now
+    old = read_source(config)
+    if old and config.data == old["settings"]["data"]:  # it may be gone by now
         return old["vocab_size"]
     vocab_size = prepare.vocabulary(config.data)
-    require(vocab_size == old["vocab_size"], f"--data {config.data} has a vocabulary "
-            f"of {vocab_size}, and {source} one of {old['vocab_size']}")
+    if old:
+        require(vocab_size == old["vocab_size"], f"--data {config.data} has a vocabulary "
+                f"of {vocab_size}, and {config.resume or config.init} one of "
+                f"{old['vocab_size']}")
     return vocab_size
+
+def data_of(config):
+    """The data set. When a run goes on, its own folder of tokens, if that is there."""
+    old = read_source(config) if config.resume else None
+    if (old and old["settings"]["data"] == config.data
+            and prepare.has_tokens(old["data_folder"])):
+        return old["data_folder"]
+    return config.data
+
+def check_tokens(files, config, vocab_size):
+    """UserError if a file has too few tokens, or one beyond the vocabulary."""
+    for tokens in files:
+        require(len(tokens) > config.seq_len, f"{tokens.filename} has {len(tokens)} "
+                "tokens, too few for a sequence: use a smaller --seq-len")
+        # Tokens of a user's own are read through, each process a part of them. Of our
+        # data sets one part will do
+        end = prepare.CHUNK if config.data in prepare.NAMES else len(tokens)
+        for first in range(RANK * prepare.CHUNK, end, WORLD * prepare.CHUNK):
+            largest = tokens[first:first + prepare.CHUNK].max()
+            require(largest < vocab_size, f"{tokens.filename} has the token {largest}, "
+                    f"and its vocabulary only {vocab_size}")
 
 @contextmanager
 def open_run(config):
