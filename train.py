@@ -950,9 +950,9 @@ def vocabulary_of(config):
         return old["vocab_size"]
     vocab_size = prepare.vocabulary(config.data)
     if old:
-        require(vocab_size == old["vocab_size"], f"--data {config.data} has a vocabulary "
-                f"of {vocab_size}, and {config.resume or config.init} one of "
-                f"{old['vocab_size']}")
+        require(vocab_size == old["vocab_size"], f"--data {config.data} has a "
+                f"vocabulary of {vocab_size}, and {config.resume or config.init} one "
+                f"of {old['vocab_size']}")
     return vocab_size
 
 def data_of(config):

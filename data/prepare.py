@@ -77,8 +77,8 @@ def vocabulary(data):
 def gpt2(data):
     """GPT-2's tokenizer, if that is the vocabulary of data."""
     if vocabulary(data) != GPT2:
-        raise UserError(f"{data} has a vocabulary of {vocabulary(data)}, and no stoi and "
-                        "itos in a meta.pkl, which say what its tokens mean")
+        raise UserError(f"{data} has a vocabulary of {vocabulary(data)}, and no stoi "
+                        "and itos in a meta.pkl, which say what its tokens mean")
     return tiktoken.get_encoding("gpt2")
 
 def encode(text, data):
