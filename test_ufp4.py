@@ -2307,7 +2307,8 @@ def test_data_a_token_file_is_whole_or_named_and_a_missing_one_made_again(tmp_pa
     whole = path.read_bytes()
     for damaged in whole[:-2], b"\0" + whole[1:], whole[:1000], b"":
         path.write_bytes(damaged)
-        with pytest.raises(ValueError, match="is damaged.*delete it|has no header"):
+        # (Only what prepare() has made may be deleted)
+        with pytest.raises(ValueError, match="is damaged$|has no header"):
             prepare.read_tokens(path)
     shutil.copy(HERE / "data/prepare.py", tmp_path)     # a command with its own folder
     text.write_text("abc" * 100)

@@ -155,13 +155,15 @@ def read_tokens(path):
                             "above 65,536, which two bytes a token can't hold: write "
                             "it with write_tokens() of data/prepare.py")
         return np.memmap(path, np.uint16, "r")
-    if not header.any() and ROOT not in Path(path).resolve().parents:
+    is_ours = ROOT in Path(path).resolve().parents      # so prepare() has made it
+    if not header.any() and not is_ours:
         raise UserError(f"{path} has no header of a token file (see data/prepare.py). "
                         "Of files without one, those of nanoGPT are read if their "
                         "meta.pkl is beside them")
     count, dtype = int(header[2:4].view(np.int64)[0]), DTYPES.get(header[1], np.uint16)
     if not header.any() or size != HEADER_BYTES + dtype(0).itemsize * count:
-        raise UserError(f"{path} is damaged: delete it, and train.py makes it again")
+        again = ": delete it, and train.py makes it again" if is_ours else ""
+        raise UserError(f"{path} is damaged{again}")
     return np.memmap(path, dtype, "r", offset=HEADER_BYTES, shape=count)
 
 def files_called(folder, part):
