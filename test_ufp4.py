@@ -1134,7 +1134,7 @@ def test_kernels_their_check_catches_what_is_broken(name, broken, where, monkeyp
 def test_kernels_a_check_that_could_not_be_made_is_made_again(monkeypatch):
     """Out of memory, or inside the capture of a CUDA graph, it says nothing about
     kernels. So nothing is remembered."""
-    launch, device = kernels.launch, torch.device(DEVICE)
+    device = torch.device(DEVICE)
     values = kernels.settings_of(Quantizer(E2M1, signs=random_signs(99)))
     def full(*_):
         raise torch.OutOfMemoryError("full")
@@ -1221,7 +1221,7 @@ def test_kernels_hand_on_who_looks_for_another_package_of_that_name(tmp_path):
             "sys.modules['triton'] = None\n"       # it can't be imported
             "import kernels\n"
             "reason = ufp4.load_kernels().why_not(None, None, None, None)\n"
-            "assert reason == 'there is no Triton'\n")
+            "assert reason == 'there is no Triton of version 3.6 or newer'\n")
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
 
 # ---- train.py ------------------------------------------------------------------------
@@ -2815,7 +2815,7 @@ def test_bench_a_study_of_the_front_pages_experiment_end_to_end(
     mine.write_text(code)
     command = ["study", "quick", "--with", str(mine), "--rows", "ufp4", "noisy",
                "--data", str(text), *("--layers 1 --dim 32 --heads 2 --hidden 32 "
-               "--seq-len 32 --batch-size 2 --steps 30 --lr 0.02 --jobs 2").split()]
+               "--seq-len 32 --batch-size 2 --steps 30 --lr 0.05 --jobs 2").split()]
     bench.main(command)
     said, found, val = capsys.readouterr().out, {}, len(text.read_bytes()) // 10
     for path in bench.OUT.rglob("result.json"):
@@ -2830,7 +2830,7 @@ def test_bench_a_study_of_the_front_pages_experiment_end_to_end(
     for row in ("ufp4", "noisy"):
         error = found[row]["loss"] / found["bf16"]["loss"] - 1
         line, = (line for line in said.splitlines() if line.startswith(f"`{row}`"))
-        assert line.split()[1:3] == [f"{100 * error:.2f}", "(1)"] and abs(error) > 1e-6
+        assert line.split()[1:3] == [f"{100 * error:.2f}", "(1)"] and abs(error) > 1e-4
     assert found["noisy"]["noise"] > found["ufp4"]["noise"]
     # The weights of each were used in BF16, too. For bf16 this is what it was before
     for path in bench.OUT.rglob("used.json"):
