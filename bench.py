@@ -176,7 +176,8 @@ def files_with(path):
     """The file of --with, and what it has imported from its folder."""
     folder, loaded = Path(path).resolve().parent, {Path(path).resolve()}
     for module in list(sys.modules.values()):
-        if file := getattr(module, "__file__", None):
+        file = getattr(module, "__file__", None)
+        if file and Path(file).is_file():       # torch.classes names one that is not
             loaded.add(Path(file).resolve())
     own = {RECORDS / name for name in ("studies.py", "report.py", "figures.py")}
     return sorted(file for file in loaded - own - {*CODE}

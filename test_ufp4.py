@@ -2810,6 +2810,7 @@ def test_bench_a_study_of_the_front_pages_experiment_end_to_end(
         elsewhere, text, capsys, monkeypatch):
     monkeypatch.setattr(bench, "RECIPES", recipes := dict(RECIPES))
     monkeypatch.setattr(ufp4, "RECIPES", recipes)
+    monkeypatch.chdir(elsewhere)                    # where the user's file is
     mine, before = elsewhere / "mine.py", tree(bench.RECORDS)
     code = re.search(r"```python\n(import torch, ufp4.*?)```", README, re.S)[1]
     mine.write_text(code)
