@@ -913,7 +913,9 @@ def training_step(s, recipe, vocab_size):
     """A function that makes a step of training a GPT, always on the same tokens."""
     torch.manual_seed(0)
     recipe = ufp4.lookup("recipe", recipe, RECIPES)
-    model, optimizer = train.build(s, recipe, vocab_size)
+    model = train.build_model(s, recipe, vocab_size)
+    model.init_weights(s.seed)
+    optimizer = train.build_optimizer(model, s)
     tokens = torch.randint(vocab_size, (s.batch_size, s.seq_len), device=s.device)
 
     def step():
@@ -1187,7 +1189,8 @@ def bench_runs(args):
         s = log[0]["settings"]
         errors, why = errors_of(log, logs.values())
         rows.append([name, *(shown(s.get(setting)) for setting in differ),
-                     f"{log[-1].get('step', 0)} of {s['steps']}",
+                     f"{log[-1].get('step', 0)} of {s['steps']}"
+                     + (", diverged" if "diverged" in log[-1] else ""),
                      last(logged(log, "train_loss"), "{:.4f}"),
                      last(logged(log, "val_loss"), "{:.4f}"),
                      last(errors, "{:+.2f}") or why,

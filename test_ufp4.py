@@ -709,7 +709,7 @@ def test_core_ones_own_rule_format_or_quantizer_is_what_compiled_code_runs(recip
                       backend="aot_eager")
     assert torch.equal(f(x, w), y) and not torch.equal(y, ufp4.linear(x, w, "ufp4"))
     q = Doubled(E1M2, signs=random_signs(0))
-    kernels.run(q, 16, torch.float32, v := randn(128, 256))
+    kernels.quantize_operand(q, 16, torch.float32, v := randn(128, 256))
     assert q.largest == v.abs().amax() and q.signs == random_signs(0)
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -772,6 +772,7 @@ class Only(Recipe):
 @pytest.mark.parametrize("quantizer", [
     Quantizer(E2M1, Tiles(ufp4.scale_e4m3), stochastic=True),
     Quantizer(E1M2, signs=random_signs(1, 2)), Quantizer(E1M2, stochastic=True),
+    Quantizer(E1M2, signs=random_signs(1, 32)),     # rotations longer than a block
     Quantizer(Format("mine", (0.0, 1.0, 2.5))), NoiseByRow(E1M2, stochastic=True),
     pytest.param(Quantizer(E1M2, scale_by_row), marks=pytest.mark.skipif(
         torch.__version__ < "2.13", reason="leaves out the cast to bfloat16"))])
@@ -788,7 +789,7 @@ def test_compiled_is_eager_bit_for_bit_for_all_signs(quantizer):
     # Columns and rows, twice each
     for seed, v in enumerate((x.T.contiguous().T, x, x.T[:, :224], x[:224])):
         if quantizer.signs is not None:
-            quantizer.signs = ((1.0, -1.0), (-1.0, 1.0), (-1.0, -1.0), (1.0, 1.0))[seed]
+            quantizer.signs = random_signs(seed + 2, len(quantizer.signs))
         recipe.given, identity = quantizer, torch.eye(v.shape[1])
         torch.manual_seed(seed)
         got = ufp4.linear(v, identity, recipe)
@@ -809,10 +810,12 @@ def test_compiled_code_misreads_no_view_and_no_row():
     x = torch.view_as_complex(randn(256, 160, 2)).conj().imag
     assert x.is_neg()
     q = Quantizer(E1M2, signs=random_signs(0))
-    assert torch.equal(kernels.run(q, 16, torch.float32, x), q(x.resolve_neg()))
-    assert torch.equal(kernels.run(q, 16, torch.float32, x.T), q(x.T.resolve_neg()))
+    for view in x, x.T:
+        got = kernels.quantize_operand(q, 16, torch.float32, view)
+        assert torch.equal(got, q(view.resolve_neg()))
+    wide = replace(q, signs=random_signs(0, 64))
     with pytest.raises(RuntimeError, match="unflatten"):
-        kernels.run(replace(q, signs=random_signs(0, 64)), 16, torch.float32, x[:, :80])
+        kernels.quantize_operand(wide, 16, torch.float32, x[:, :80])
 
 # ---- Models --------------------------------------------------------------------------
 class Tied(nn.Module):
@@ -1237,6 +1240,11 @@ def text(tmp_path):
                             for i in range(400)))
     return path
 
+def built(config, recipe, vocab_size=256):
+    model = train.build_model(config, recipe, vocab_size)
+    model.init_weights(config.seed)
+    return model
+
 @pytest.fixture
 def settings(text, tmp_path, monkeypatch):
     """Settings of a tiny run: settings("--recipe", ...)."""
@@ -1246,7 +1254,7 @@ def settings(text, tmp_path, monkeypatch):
 
 def gpt(s, recipe="bf16"):
     """A model with larger weights than at the start of training."""
-    model, _ = train.build(s, replace(RECIPES[recipe], sr=()), 256)
+    model = built(s, replace(RECIPES[recipe], sr=()))
     model.load_state_dict({name: 3 * t for name, t in model.state_dict().items()})
     return model
 
@@ -1363,12 +1371,12 @@ def test_train_what_the_optimizer_gets(settings, monkeypatch):
     assert np.allclose(steps, [(lr, lr, 0.01) for lr in lrs], rtol=1e-3)
     steps.clear()                           # a fork gives a group a rate of its own
     with monkeypatch.context() as m:
-        built = train.build
+        adamw = train.build_optimizer
         def build(*args):
-            model, optimizer = built(*args)
+            optimizer = adamw(*args)
             optimizer.param_groups[1]["peak"] *= 10
-            return model, optimizer
-        m.setattr(train, "build", build)
+            return optimizer
+        m.setattr(train, "build_optimizer", build)
         train.train(replace(s, overwrite=True))
     assert np.allclose(steps, [(lr, 10 * lr, 0.01) for lr in lrs], rtol=1e-3)
 
@@ -1453,7 +1461,7 @@ def test_train_compiled_blocks_have_the_gradients_of_others(settings, monkeypatc
     tokens = torch.randint(256, (4, 32))
     for more, stance in ([], "force_eager"), (["--compile"], "default"):
         s = settings(*"--recipe e2m1 --sr none --keep-bf16 1".split(), *more)
-        model, _ = train.build(s, train.make_recipe(s), 256)
+        model = built(s, train.make_recipe(s))
         with torch.compiler.set_stance(stance):
             model(tokens, tokens).backward()
         grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
@@ -1466,7 +1474,7 @@ def test_train_checkpointing_has_the_same_gradients_and_saves_less(settings):
     tokens, grads, sizes = torch.randint(256, (4, 32)), [], []
     for more in [], ["--remat"]:
         s = settings(*"--recipe ufp4 --sr x,w,dy".split(), *MOE, *more)
-        model, _ = train.build(s, train.make_recipe(s), 256)
+        model = built(s, train.make_recipe(s))
         torch.manual_seed(3)
         held = []
         with torch.autograd.graph.saved_tensors_hooks(
@@ -1608,7 +1616,7 @@ def test_train_init_takes_the_weights_alone(settings, text, tmp_path, monkeypatc
         rows = torch.stack([tokens[i:i + 17] for i in starts])
         config = replace(model.config, recipe="ufp4")
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            quantized, _ = train.build(config, train.make_recipe(config), 256)
+            quantized = built(config, train.make_recipe(config))
             quantized.load_state_dict(model.state_dict())
             loss = quantized.eval()(rows[:, :-1], rows[:, 1:]).item()
         assert first["step"] == 0 and first["val_loss"] == pytest.approx(loss, rel=1e-3)
@@ -1638,14 +1646,11 @@ def test_train_a_trained_model_is_loaded_and_exported(settings, text, tmp_path):
 
 def test_train_a_checkpoint_of_another_optimizer_is_not_called_damaged(
         settings, tmp_path, monkeypatch):
-    def build(config, recipe, vocab_size):
-        model, adam = adamw(config, recipe, vocab_size)
-        sgd = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=0.9)
-        return model, sgd
+    def sgd(model, config):
+        return torch.optim.SGD(model.parameters(), lr=config.lr, momentum=0.9)
 
     train.train(s := settings("--recipe", "bf16"))
-    adamw = train.build
-    monkeypatch.setattr(train, "build", build)
+    monkeypatch.setattr(train, "build_optimizer", sgd)
     again = train.parse_args(["--resume", s.out, "--steps", "9", "--out",
                               str(tmp_path / "sgd")])
     with pytest.raises(ValueError, match="Missing key.*momentum.*another optimizer"):
@@ -1691,7 +1696,7 @@ def test_train_the_rule_for_activations_is_what_autograd_saves(settings, flags):
     """Within an eighth: beside them there are gains, angles, casts of weights."""
     sizes = "--recipe bf16 --dim 64 --hidden 160 --layers 3 --seq-len 256"
     s = settings(*sizes.split(), *flags.split())
-    model, _ = train.build(s, train.make_recipe(s), 256)
+    model = built(s, train.make_recipe(s))
     mine, held = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
 
     def pack(t):
@@ -1898,9 +1903,11 @@ def test_train_what_is_not_finite_stops_the_run_before_it_is_saved(
     monkeypatch.setattr(train, "parse_args", lambda argv: s)
     error = said(capsys, 3, train.main, [])
     step = 5 if where == "loss" else 6          # 6: where the loss is read next
-    assert f"not finite: {{'step': {step}, " in error
+    assert f"step {step}: train_loss nan" in error
     assert "--resume would repeat" in error
-    assert saved(s.out) == [4] and records(s.out)[-1]["step"] == 4
+    *_, before, last = records(s.out)
+    assert saved(s.out) == [4] and before["step"] == 4
+    assert last["step"] == step and "train_loss nan" in last["diverged"]
 
 def test_train_prompt_only_continues_a_text_even_when_the_data_is_gone(
         settings, text, tmp_path, capsys):
@@ -1922,7 +1929,7 @@ def test_train_a_copy_of_a_model_runs_its_own_weights(settings, more, monkeypatc
     real = torch.compile
     monkeypatch.setattr(train, "compiled", lambda f: real(f, backend="eager"))
     s = settings("--recipe", "bf16", *more)
-    model, _ = train.build(s, train.make_recipe(s), 256)
+    model = built(s, train.make_recipe(s))
     tokens, twin = torch.randint(256, (1, 32)), copy.deepcopy(model)
     with torch.no_grad():
         for p in twin.parameters():
@@ -2011,8 +2018,8 @@ import sys, train, torch, ufp4
 train.prepare.ROOT = train.Path("data").resolve()
 train.main(sys.argv[1:])
 model = train.load("out/nano-ufp4-s0")
-print([type(group).__name__ for group in train.build(
-    model.config, train.make_recipe(model.config), 256)[1]])
+print([type(group).__name__ for group in train.build_optimizer(
+    model, model.config)])
 for name, m in model.named_modules():
     if hasattr(m, "recipe"):
         print(name, m.recipe.name)
@@ -2034,7 +2041,7 @@ for name, m in model.named_modules():
 def test_train_errors_of_ones_own_code_have_a_traceback(settings, monkeypatch):
     s = settings("--recipe", "bf16")
     monkeypatch.setattr(train, "parse_args", lambda argv: s)
-    monkeypatch.setattr(train, "build", lambda *_: [].remove(7))
+    monkeypatch.setattr(train, "build_model", lambda *_: [].remove(7))
     with pytest.raises(ValueError, match="not in list"):
         train.main([])
 
@@ -2091,7 +2098,7 @@ def test_train_bad_input_is_one_clear_sentence(text, capsys, tmp_path, flags, me
 
 def test_train_no_folder_is_the_current_one(text, capsys):
     error = said(capsys, 1, train.main, [*TINY, "--data", str(text), "--out", ""])
-    assert error == "train.py: --out '' is not a folder"
+    assert error == "train.py: --out needs a name"
 
 def test_train_each_setting_has_its_help_beside_it(capsys):
     with pytest.raises(SystemExit):
@@ -2254,7 +2261,9 @@ def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 def build(vocab_size, **changes):
     config = train.replace(train.Config(**json.load(open("config.json"))), **changes)
-    return train.build(config, train.make_recipe(config), vocab_size)[0]
+    model = train.build_model(config, train.make_recipe(config), vocab_size)
+    model.init_weights(config.seed)
+    return model
 train.dist.init_process_group()
 build(511)                                          # gloo has its buffers now
 before = peak()
@@ -2268,7 +2277,7 @@ del large                               # it holds the process group
 train.dist.destroy_process_group()      # or a thread of gloo may outlive its process
 """, tmp_path, *torchrun)
     assert code == 0, error
-    model, _ = train.build(flags, train.make_recipe(flags), 511)
+    model = built(flags, train.make_recipe(flags), 511)
     whole = torch.load(tmp_path / "whole.pt")
     assert same_weights(whole, dict(model.named_parameters()))
     w = model.blocks[0].attn.qkv.weight, model.blocks[1].mlp.fc2.weight
@@ -2989,6 +2998,7 @@ def test_bench_runs_are_compared_with_the_bf16_run_of_the_same_settings(
             ("another-with", {"with_": "mine.py"}, worse, ""),
             ("begun-bf16", {"recipe": "bf16"}, lines[:2], ""),
             ("from-weights", {"recipe": "bf16", "init": "bf16"}, worse, ""),
+            ("diverged", {}, [*worse[:5], {"step": 6, "diverged": "loss nan"}], ""),
             ("stopped", {}, worse[:7], '{"step": 7, "train_lo')):
         s = header["settings"] | {"recipe": "e2m1"} | changed
         texts = [json.dumps(line) for line in ({**header, "settings": s}, *logged)]
@@ -3009,12 +3019,14 @@ def test_bench_runs_are_compared_with_the_bf16_run_of_the_same_settings(
     for name, steps, error in (
             ("bf16", "8 of 8", "+0.00"), ("e2m1", "8 of 8", "+25.00"),
             ("from-weights", "8 of 8", "+0.00"), ("anew", "8 of 8", "+25.00"),
-            ("stopped", "6 of 8", "+25.00")):           # at its last validation
+            # At their last validations
+            ("diverged", "6 of 8, diverged", "+25.00"),
+            ("stopped", "6 of 8", "+25.00")):
         assert found[name]["steps"] == steps
         assert found[name]["loss error, %"] == error
         times = 1.25 if error == "+25.00" or name == "from-weights" else 1
         validated = [line["val_loss"] for line in lines if "val_loss" in line][-1]
-        assert name == "stopped" or (
+        assert name in ("stopped", "diverged") or (
             found[name]["validation loss"] == f"{validated * times:.4f}")
     assert found["begun"] | {"steps": ""} == dict.fromkeys(found["begun"], "") | {
         "run": "begun", "--recipe": "e2m1", "--seed": "0"}

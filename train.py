@@ -21,7 +21,8 @@ Part II manages runs: flags, a run's folder, Ctrl-C, the log, export, --dry-run.
 import signal
 import sys
 
-if __name__ == "__main__":      # no traceback for Ctrl-C while torch is imported
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+    # No traceback for Ctrl-C while torch is imported
     signal.signal(signal.SIGINT, lambda *_: sys.exit("train.py: interrupted"))
 
 import argparse
@@ -87,7 +88,7 @@ def require(condition, message):
 # gathers its whole weights in float32, so they are quantized as in a single process.
 # N processes compute what one does with --grad-accum N, except for random bits and the
 # order of sums. (With E8M0 scales only if N is a power of two: the loss is divided by N
-# before the backward pass, and such scales follow no other factor.)
+# before the backward pass, and scales that are powers of two follow no other factor.)
 
 # torch.distributed.checkpoint warns where there is one process, which is fine
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -221,8 +222,9 @@ class Block(nn.Module):
         self.compile_it, self.remat = config.compile, config.remat
 
     def forward(self, x):                                           # (B, T, C)
-        # (The class's own functions, so that a copy of a model runs its own weights)
-        compute = compiled(Block.compute) if self.compile_it else Block.compute
+        compute = type(self).compute    # (a bound one would keep a model's deepcopy on
+        if self.compile_it:             # the weights of the original)
+            compute = compiled(compute)
         if self.remat:                  # draws the same random bits again
             return checkpoint(compute, self, x, use_reentrant=False)
         return compute(self, x)
@@ -231,7 +233,7 @@ class Block(nn.Module):
         x = x + self.attn(self.norm1(x))
         return x + self.mlp(self.norm2(x))
 
-compiled = functools.cache(torch.compile)
+compiled = functools.cache(torch.compile)       # once for all blocks
 
 class GPT(nn.Module):
     """Pre-norm RMSNorm, RoPE, attention, SwiGLU or MoE; no biases, untied head."""
@@ -333,8 +335,8 @@ class Config:
     keep_bf16: int = setting(0, "blocks not quantized: the last N; -N: the first N")
     # The optimizer. The schedule multiplies the learning rate of each parameter group
     schedule: str = setting("cosine", "cosine, or wsd: warm-up, constant, linear decay")
-    warmup: int = setting(None, "steps (default: a tenth of the preset's, at most "
-                                "a fifth of --steps)")
+    warmup: int = setting(None, "steps (default: a tenth of the preset's steps, and at "
+                                "most a fifth of --steps)")
     decay_frac: float = setting(0.2, "part of the steps in which wsd decays")
     final_lr_frac: float = setting(0.1, "last learning rate, as a fraction of the peak")
     weight_decay: float = setting(0.1, "of matrices, by AdamW")
@@ -392,13 +394,52 @@ class Config:
         """The steps of --save-at."""
         return [int(step) for step in self.save_at.split(",")] if self.save_at else []
 
+RECIPE_FIELDS = ("fmt", "scale", "block", "rht", "sr", "gemms", "rht_block")
+
+def flag(name):
+    """The flag of a field. with_ is --with, as Python reserves `with`."""
+    return "--" + name.strip("_").replace("_", "-")
+
+def make_recipe(config):
+    """The recipe, as changed by flags. The random signs of the RHT follow from the
+    seed, and are the same in all layers and steps."""
+    changes = {name: getattr(config, name) for name in RECIPE_FIELDS
+               if getattr(config, name) is not None}
+    for name, allowed in (("rht", ufp4.GEMMS), ("sr", ufp4.OPERANDS),
+                          ("gemms", ufp4.GEMMS)):
+        if name in changes:
+            changes[name] = split_names(name, changes[name], allowed)
+    require(config.recipe in ufp4.RECIPES, f"unknown recipe {config.recipe!r}: choose "
+            f"from {', '.join(ufp4.RECIPES)}")
+    recipe = ufp4.RECIPES[config.recipe]
+    require(recipe.fmt or not changes, f"{' '.join(map(flag, changes))} has no effect: "
+            f"{config.recipe} quantizes nothing")
+    for name, table in ("fmt", ufp4.FORMATS), ("scale", ufp4.SCALES):
+        require(changes.get(name) in (None, *table), f"unknown {flag(name)} "
+                f"{changes.get(name)}: choose from {', '.join(table)}")
+    size = changes.get("rht_block", 1)
+    require(size & (size - 1) == 0, f"--rht-block {size} is not a power of two")
+    return replace(recipe, sign_seed=recipe.sign_seed + config.seed, **changes)
+
+def split_names(name, text, allowed):
+    """"dgrad,wgrad" -> ("dgrad", "wgrad"). Also "all" and "none"."""
+    if text in ("all", "none"):
+        return allowed if text == "all" else ()
+    names = tuple(text.replace(" ", "").split(","))
+    require(set(names) <= set(allowed), f"{flag(name)} must be all, none or some of "
+            f"{','.join(allowed)}, not {text}")
+    return names
+
 # --- Data ----------------------------------------------------------------------------
 
 def load_data(config, vocab_size):
     """-> (shards to train on, validation tokens, the folder they are in)"""
     data = data_of(config)
     if RANK == 0:
-        prepare.prepare(data)           # one process downloads for all
+        try:
+            prepare.prepare(data)       # one process downloads for all
+        except OSError as e:
+            raise UserError(f"can't make the tokens of {data}: {e}") from e
     if WORLD > 1:
         dist.barrier()                  # the others wait
     paths, val_path = prepare.prepare(data)             # finds what is there
@@ -451,19 +492,21 @@ def lr_factor(step, config):
     decayed = config.final_lr_frac + (1 - config.final_lr_frac) * fall
     return min(warmup, decayed)
 
-def build(config, recipe, vocab_size):
-    """-> (the model, its optimizer)
+def build_model(config, recipe, vocab_size):
+    """The model, whose weights are still to be drawn or loaded.
 
     The meta device has shapes without memory. So no process ever holds the whole model:
-    it is sharded there, then each process allocates and fills its own shard."""
+    it is sharded there, then each process allocates its own shard."""
     with torch.device("meta"):
         model = GPT(config, recipe, vocab_size)
     if dist.is_initialized() and WORLD > 1:
         mesh = dist.device_mesh.init_device_mesh(config.device, (WORLD,))
         for module in (*model.blocks, model):
             fully_shard(module, mesh=mesh)
-    model.to_empty(device=config.device)
-    model.init_weights(config.seed)
+    return model.to_empty(device=config.device)
+
+def build_optimizer(model, config):
+    """AdamW, with weight decay on matrices alone."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     gains = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": matrices}, {"params": gains, "weight_decay": 0.0}]
@@ -471,7 +514,7 @@ def build(config, recipe, vocab_size):
                                   weight_decay=config.weight_decay)
     for group in optimizer.param_groups:    # a group may have a rate of its own
         group["peak"] = group["lr"]
-    return model, optimizer
+    return optimizer
 
 # --- Validation and generation --------------------------------------------------------
 
@@ -511,16 +554,16 @@ def generate(model, tokens, config):
 # --- Checkpoints ---------------------------------------------------------------------
 # Checkpoints are folders of torch.distributed.checkpoint (DCP), such as ckpt-0000700.
 # With the weights and moments there is run.json: the settings and where the run stands.
-CHECKPOINT = "ckpt-" + 7 * "[0-9]"
+CHECKPOINTS = "ckpt-" + 7 * "[0-9]"         # their names, for glob
 
 def checkpoints(folder):
     """The complete checkpoints in a folder, oldest first. DCP writes .metadata last."""
-    return sorted(path.parent for path in Path(folder).glob(f"{CHECKPOINT}/.metadata"))
+    return sorted(path.parent for path in Path(folder).glob(f"{CHECKPOINTS}/.metadata"))
 
 def state_of(model, optimizer):
-    """The tensors of a checkpoint. They are those of the model and of the optimizer,
-    not copies (get_state_dict makes a new optimizer's moments), so load_checkpoint()
-    fills these in place."""
+    """The tensors of a checkpoint: those of the model and of the optimizer, not copies,
+    so that load_checkpoint() fills them in place. (get_state_dict allocates the moments
+    of an optimizer that has made no step.)"""
     weights, moments = get_state_dict(model, optimizer)
     return {"model": weights, "optimizer": {"state": moments["state"]}}
 
@@ -551,7 +594,7 @@ def save(config, run, model, optimizer):
     path = out / f"ckpt-{run['step']:07d}"
     try:
         if RANK == 0:
-            path.mkdir(exist_ok=True)       # another process may have been faster
+            path.mkdir(exist_ok=True)       # another process's dcp.save may be faster
             (path / "run.json").write_text(json.dumps(run))
         dcp.save(state_of(model, optimizer), checkpoint_id=path)
     except (OSError, dcp.CheckpointException) as e:
@@ -573,64 +616,81 @@ def save(config, run, model, optimizer):
 def train(config):
     """Train to the last step. Returns the last validation loss."""
     vocab_size = vocabulary_of(config)
-    model, optimizer = build(config, make_recipe(config), vocab_size)
     shards, val, data_folder = load_data(config, vocab_size)
-    if config.init:
-        load_weights(config.init, model)
-    with open_run(config) as (run, stop):   # its folder is locked, and Ctrl-C caught
+    # The run's folder, which is locked; and the checkpoint to go on with, or None
+    with run_folder(config) as (config.out, config.resume):
+        # (data_folder is named after Python's version, or after a text's checksum)
+        run = {"step": 0, "tokens": 0, "seconds": 0.0,          # where the run stands
+               "settings": vars(config), "vocab_size": vocab_size,
+               "data_folder": str(data_folder), "with_checksum": checksum(config.with_),
+               "data_version": f"{data_folder.name}-{len(shards)}"}
+        model = build_model(config, make_recipe(config), vocab_size)
+        optimizer = build_optimizer(model, config)
         if config.resume:
             load_checkpoint(config.resume, state_of(model, optimizer))
-        start = run["step"]
-        begin_log(config, run, model, shards, data_folder)
-        moes = [m for m in model.modules() if isinstance(m, MoE)]
-        began, val_loss = time.perf_counter() - run["seconds"], None
-        if start == config.steps or is_due(start, config.eval_interval):
-            val_loss = log_validation(model, val, config, start)
-        bar = tqdm(range(start + 1, config.steps + 1), total=config.steps,
-                   initial=start, disable=RANK > 0)
-        for step in bar:
-            loss, norm = training_step(model, optimizer, shards, config, step - 1)
-            imbalance = [moe.balance() for moe in moes]
-            run["step"] = step
-            run["tokens"] += config.batch_size * config.seq_len
-            if step == start + 1:               # it has compiled: time from here on
-                loss.item()                     # waits for the device
-                timed_from, clock = step, time.perf_counter()
-
-            last, stops = step == config.steps, in_any_process(stop.is_set())
-            validates = (last or is_due(step, config.eval_interval)) and not stops
-            saves = (last or stops or is_due(step, config.save_interval)
-                     or step in config.steps_to_save)
-            if not (validates or saves or is_due(step, config.log_interval)):
-                continue
-            # Only now wait for the device. The loss is averaged over the processes, the
-            # other numbers are the same in all of them
-            loss, norm = all_sum(loss).item() / WORLD, norm.item()
-            run["seconds"] = time.perf_counter() - began
-            record = {"step": step, "tokens": run["tokens"],
-                      "seconds": round(run["seconds"], 1), "train_loss": loss,
-                      "lr": optimizer.param_groups[0]["lr"], "grad_norm": norm}
-            if step > timed_from:
-                tokens = (step - timed_from) * config.batch_size * config.seq_len
-                speed = tokens / (time.perf_counter() - clock)
-                record["tokens_per_s"] = round(speed)
-                bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s")
-            if moes:
-                record["max_load"] = max(imbalance).item()
-            # It is enough to look at steps that are logged: a loss that is not finite
-            # spoils all later ones, and nothing is saved before this check
-            check_finite(record, loss + norm)
-            log(config, record)
-            if validates:
-                val_loss = log_validation(model, val, config, step, loss)
-            if saves:
-                save(config, run, model, optimizer)
-            if stops:
-                raise KeyboardInterrupt(f"stopped; {what_is_saved(config)}")
-            # Validating and saving do not count in the next tokens/s
-            timed_from, clock = step, time.perf_counter()
+            old = read_run(config.resume)
+            run |= {name: old[name] for name in ("step", "tokens", "seconds")}
+        elif config.init:
+            load_weights(config.init, model)
+        else:
+            model.init_weights(config.seed)
+        begin_log(config, run, model, shards)
+        with signals_caught() as stop:          # Ctrl-C sets this Event
+            val_loss = loop(model, optimizer, shards, val, config, run, stop)
     say(f"to generate text:  {command_of(config)} --prompt 'def '\n"
         "to compare runs:   python bench.py runs")
+    return val_loss
+
+def loop(model, optimizer, shards, val, config, run, stop):
+    """The steps from run["step"] on. Returns the last validation loss."""
+    moes = [m for m in model.modules() if hasattr(m, "balance")]
+    start, val_loss = run["step"], None
+    began = time.perf_counter() - run["seconds"]
+    if start == config.steps or is_due(start, config.eval_interval):
+        val_loss = log_validation(model, val, config, start)
+    bar = tqdm(range(start + 1, config.steps + 1), total=config.steps, initial=start,
+               disable=RANK > 0)
+    for step in bar:
+        loss, norm = training_step(model, optimizer, shards, config, step - 1)
+        imbalance = [moe.balance() for moe in moes]
+        run["step"] = step
+        run["tokens"] += config.batch_size * config.seq_len
+        if step == start + 1:               # it has compiled: time from here on
+            loss.item()                     # waits for the device
+            timed_from, clock = step, time.perf_counter()
+
+        last, stops = step == config.steps, in_any_process(stop.is_set())
+        validates = (last or is_due(step, config.eval_interval)) and not stops
+        saves = (last or stops or is_due(step, config.save_interval)
+                 or step in config.steps_to_save)
+        if not (validates or saves or is_due(step, config.log_interval)):
+            continue
+        # Only now wait for the device. The loss is averaged over the processes, the
+        # other numbers are the same in all of them
+        loss, norm = all_sum(loss).item() / WORLD, norm.item()
+        run["seconds"] = time.perf_counter() - began
+        record = {"step": step, "tokens": run["tokens"],
+                  "seconds": round(run["seconds"], 1), "train_loss": loss,
+                  "lr": optimizer.param_groups[0]["lr"], "grad_norm": norm}
+        if step > timed_from:
+            tokens = (step - timed_from) * config.batch_size * config.seq_len
+            speed = tokens / (time.perf_counter() - clock)
+            record["tokens_per_s"] = round(speed)
+            bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s")
+        if moes:
+            record["max_load"] = max(imbalance).item()
+        # It is enough to look at steps that are logged: a loss that is not finite
+        # spoils all later ones, and nothing is saved before this check
+        check_finite(config, step, train_loss=loss, grad_norm=norm)
+        log(config, record)
+        if validates:
+            val_loss = log_validation(model, val, config, step, loss)
+        if saves:
+            save(config, run, model, optimizer)
+        if stops:
+            raise KeyboardInterrupt(f"stopped; {what_is_saved(config)}")
+        # Validating and saving do not count in the next tokens/s
+        timed_from, clock = step, time.perf_counter()
     return val_loss
 
 def training_step(model, optimizer, shards, config, step):
@@ -658,7 +718,7 @@ def training_step(model, optimizer, shards, config, step):
 def log_validation(model, val, config, step, train_loss=None):
     """Validate, log and print. Returns the loss."""
     found = validate(model, val, config)
-    check_finite({"step": step} | found, found["val_loss"])
+    check_finite(config, step, val_loss=found["val_loss"])
     log(config, {"step": step} | found)
     also = f"train_loss {train_loss:.4f}, " if train_loss is not None else ""
     say(f"step {step}: {also}val_loss {found['val_loss']:.4f}")
@@ -670,14 +730,20 @@ def is_due(step, interval):
 class Diverged(FloatingPointError):
     """A loss that is not finite."""
 
-def check_finite(record, value):
-    if not math.isfinite(value):
+def check_finite(config, step, **losses):
+    """Diverged, and a line in the log, if one of these is not finite."""
+    bad = ", ".join(f"{name} {value}" for name, value in losses.items()
+                    if not math.isfinite(value))
+    if bad:
+        log(config, {"step": step, "diverged": bad})
         raise Diverged(
-            f"not finite: {record}; --resume would repeat this, so start another run, "
+            f"step {step}: {bad}; --resume would repeat this, so start another run, "
             "for example with a lower --lr. (Or if the checkpoint was damaged on disk, "
             "resume the one before)")
 
-# =============== Part II: what manages runs. To train, you may stop here. =============
+# ================ Part II: what manages runs. You may stop here. ======================
+#
+# Checks and bookkeeping. What of it part I uses does what its name says.
 #
 # A run keeps its log and its last checkpoints in a folder, out/MODEL-RECIPE-sSEED. If
 # that is taken, it is out/MODEL-RECIPE-sSEED-2, and so on. A checkpoint also holds the
@@ -691,11 +757,6 @@ def check_finite(record, value):
 COMMANDS = ("out", "overwrite", "resume", "init", "prompt", "export", "dry_run")
 # Sizes of weights, which a checkpoint fixes
 SIZES = ("model", "layers", "dim", "heads", "hidden", "experts")
-RECIPE_FIELDS = ("fmt", "scale", "block", "rht", "sr", "gemms", "rht_block")
-
-def flag(name):
-    """The flag of a field. with_ is --with, as Python reserves `with`."""
-    return "--" + name.strip("_").replace("_", "-")
 
 def parse_args(argv=()):
     """The flags as a Config. UserError or SystemExit if they are wrong."""
@@ -715,7 +776,7 @@ def parse_args(argv=()):
             text += " (default: as --recipe has it)"
         p.add_argument(flag(f.name), dest=f.name, help=text, **how)
     given = vars(p.parse_args(argv))
-    # A path is found from any folder, where the run may be resumed
+    # Absolute paths, as --resume may be called in another folder
     if given.get("data") not in (None, *prepare.NAMES) and Path(given["data"]).exists():
         given["data"] = str(Path(given["data"]).resolve())
     if given.get("with_"):
@@ -753,11 +814,12 @@ def inherit(given):
     if old.get("save_at") and "save_at" in given:   # what was kept is kept
         steps = f"{old['save_at']},{given['save_at']}".split(",")
         given["save_at"] = ",".join(dict.fromkeys(steps))       # each once
-    # (To try torch's own choice would take memory on the first GPU, in each process)
+    # (To try the default would take memory on the first GPU, in each process)
     device = old.get("device", Config.device)
     if "device" not in given and device != Config.device and not has_device(device):
-        say(f"the run was on {old.pop('device')}, which is not here")
-    # A folder stays one: once that is locked, the newest checkpoint is looked for again
+        say(f"the run was on {device}, which is not here")
+        del old["device"]
+    # A folder stays a folder: once locked, its newest checkpoint is looked for again
     is_run = how == "resume" and path.parent == Path(given[how])
     source = given[how] if is_run else path
     return old | given | {how: str(source)}     # of two dicts the later one wins
@@ -774,8 +836,8 @@ def check_types(config):
 def check_values(config):
     """Check what can be checked without data or a device."""
     for name in ("steps", "layers", "dim", "heads", "hidden", "seq_len",
-                 "batch_size", "eval_windows", "log_interval",
-                 "save_interval", "block", "rht_block", "dry_run"):
+                 "batch_size", "eval_windows", "log_interval", "save_interval",
+                 "block", "rht_block", "dry_run"):
         value = getattr(config, name)
         require(value is None or value > 0, f"{flag(name)} must be above 0, not "
                 f"{value}")
@@ -789,7 +851,8 @@ def check_values(config):
         value = getattr(config, name)
         require(value >= 0, f"{flag(name)} must be at least 0, not {value}")
     processes = config.dry_run or WORLD
-    require(config.out != "", "--out '' is not a folder")
+    for name in ("out", "export"):
+        require(getattr(config, name) != "", f"{flag(name)} needs a name")
     require(config.out or not config.overwrite, "--overwrite needs --out, the run that "
             "it deletes")
     require(config.warmup <= config.steps, f"--warmup {config.warmup} must be at most "
@@ -803,9 +866,10 @@ def check_values(config):
     require(1 <= config.top_k <= config.experts or config.top_k == config.experts == 0,
             f"--top-k {config.top_k} must be from 1 to --experts {config.experts}, or "
             "both 0")
+    accum = f" x --grad-accum {config.grad_accum}" if config.grad_accum else ""
     require(config.batch_size % (processes * config.micro_steps) == 0,
             f"--batch-size {config.batch_size} must be a multiple of {processes} "
-            f"processes x --grad-accum {config.micro_steps}")
+            f"processes{accum}")
     require(config.dry_run or config.eval_windows % WORLD == 0, f"--eval-windows "
             f"{config.eval_windows} must be a multiple of {WORLD} processes")
     require(config.schedule in ("cosine", "wsd"),
@@ -814,8 +878,8 @@ def check_values(config):
             f"--dtype must be float32 or bfloat16, not {config.dtype}")
 
 def by_first_process(f, *args):
-    """f(*args) as process 0 finds it, or its UserError, in all processes. (They may see
-    different files on a disk that they share.)"""
+    """f(*args) as process 0 finds it, or its UserError, in all processes. (What others
+    see of a network disk may be older.)"""
     found, error = None, None
     if RANK == 0:
         try:
@@ -847,36 +911,6 @@ def import_with(path):
 def checksum(path):
     """Of a user's file, or None."""
     return f"{zlib.crc32(Path(path).read_bytes()):08x}" if path else None
-
-def make_recipe(config):
-    """The recipe, as changed by flags. The random signs of the RHT follow from the
-    seed, and are the same in all layers and steps."""
-    changes = {name: getattr(config, name) for name in RECIPE_FIELDS
-               if getattr(config, name) is not None}
-    for name, allowed in (("rht", ufp4.GEMMS), ("sr", ufp4.OPERANDS),
-                          ("gemms", ufp4.GEMMS)):
-        if name in changes:
-            changes[name] = split_names(name, changes[name], allowed)
-    require(config.recipe in ufp4.RECIPES, f"unknown recipe {config.recipe!r}: choose "
-            f"from {', '.join(ufp4.RECIPES)}")
-    recipe = ufp4.RECIPES[config.recipe]
-    require(recipe.fmt or not changes, f"{' '.join(map(flag, changes))} has no effect: "
-            f"{config.recipe} quantizes nothing")
-    for name, table in ("fmt", ufp4.FORMATS), ("scale", ufp4.SCALES):
-        require(changes.get(name) in (None, *table), f"unknown {flag(name)} "
-                f"{changes.get(name)}: choose from {', '.join(table)}")
-    size = changes.get("rht_block", 1)
-    require(size & (size - 1) == 0, f"--rht-block {size} is not a power of two")
-    return replace(recipe, sign_seed=recipe.sign_seed + config.seed, **changes)
-
-def split_names(name, text, allowed):
-    """"dgrad,wgrad" -> ("dgrad", "wgrad"). Also "all" and "none"."""
-    if text in ("all", "none"):
-        return allowed if text == "all" else ()
-    names = tuple(text.replace(" ", "").split(","))
-    require(set(names) <= set(allowed), f"{flag(name)} must be all, none or some of "
-            f"{','.join(allowed)}, not {text}")
-    return names
 
 def hardware(device):
     """-> (the name of the GPU, or else of the CPU; whether it has BF16 instructions)"""
@@ -948,6 +982,7 @@ def vocabulary_of(config):
     old = read_source(config)
     if old and config.data == old["settings"]["data"]:  # it may be gone by now
         return old["vocab_size"]
+    prepare.check_name(config.data)
     vocab_size = prepare.vocabulary(config.data)
     if old:
         require(vocab_size == old["vocab_size"], f"--data {config.data} has a "
@@ -969,7 +1004,7 @@ def check_tokens(files, config, vocab_size):
         require(len(tokens) > config.seq_len, f"{tokens.filename} has {len(tokens)} "
                 "tokens, too few for a sequence: use a smaller --seq-len")
         # Tokens of a user's own are read through, each process a part of them. Of our
-        # data sets one part will do
+        # own data sets the first part is enough
         end = prepare.CHUNK if config.data in prepare.NAMES else len(tokens)
         for first in range(RANK * prepare.CHUNK, end, WORLD * prepare.CHUNK):
             largest = tokens[first:first + prepare.CHUNK].max()
@@ -977,27 +1012,24 @@ def check_tokens(files, config, vocab_size):
                     f"and its vocabulary only {vocab_size}")
 
 @contextmanager
-def open_run(config):
-    """Choose the run's folder, config.out, and lock it; then choose the checkpoint that
-    it starts from, config.resume. Yields what a checkpoint says of the run, a dict, and
-    an Event that Ctrl-C sets."""
+def run_folder(config):
+    """Yields the run's folder, which is locked as long as the context lasts, and the
+    checkpoint that the run starts from, or None."""
     locks = []                  # the folder is locked as long as this file is open
     try:
-        config.out, config.resume = by_first_process(claim, config, locks)
-        run = {"step": 0, "tokens": 0, "seconds": 0.0}
-        if config.resume:
-            old = read_run(config.resume)
-            run |= {name: old[name] for name in run}
-        require(run["step"] <= config.steps, f"{config.resume} is at step "
-                f"{run['step']}, beyond --steps {config.steps}")
-        with signals_caught() as stop:
-            yield run, stop
+        yield by_first_process(choose_folder, config, locks)
     finally:
         for lock in locks:
             lock.close()
 
-def claim(config, locks):
-    """-> (the run's folder, which is locked; the checkpoint to start from, or None).
+def choose_folder(config, locks):
+    """-> (the run's folder, which is locked; the checkpoint to start from, or None)
+
+        --out FOLDER                            that folder
+        --resume RUN, or its last checkpoint    the run's own: it goes on
+        --resume of an earlier checkpoint       a new one beside it: a branch
+        none of these                           default_name(), or with -2, -3, ...
+
     UserError if another process trains there, or if it holds another run or later steps
     of this one, which only --overwrite deletes."""
     source = Path(config.resume) if config.resume else None
@@ -1019,8 +1051,12 @@ def claim(config, locks):
             if str(out) != default_name(config):
                 say(f"{default_name(config)} is taken, so this run is in {out}")
     except OSError as e:
-        raise UserError(f"can't train in {config.out or config.resume}: {e}") from e
+        where = config.out or config.resume or "out"
+        raise UserError(f"can't train in {where}: {e}") from e
     checkpoint = find_checkpoint(source) if source else None
+    step = read_run(checkpoint)["step"] if source else 0
+    require(step <= config.steps, f"{checkpoint} is at step {step}, beyond --steps "
+            f"{config.steps}")
     others, goes_on = what_is_there(out, checkpoint)
     if others or ((out / "log.jsonl").exists() and not goes_on):
         resume = f"--resume {out} goes on with it, " if checkpoints(out) else ""
@@ -1039,7 +1075,7 @@ def clear_folder(config):
     a checkpoint, half a line of the log."""
     out, checkpoint = Path(config.out), config.resume and Path(config.resume)
     others, goes_on = what_is_there(out, checkpoint)
-    half = set(out.glob(CHECKPOINT)) - set(checkpoints(out))
+    half = set(out.glob(CHECKPOINTS)) - set(checkpoints(out))
     for path in (*others, *half):
         shutil.rmtree(path)
     log_file = out / "log.jsonl"
@@ -1103,20 +1139,21 @@ def signals_caught():
     names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")          # Windows lacks two
     before = {number: signal.getsignal(number) for name in names
               if (number := getattr(signal, name, None)) is not None}
-    caught = [n for n, old in before.items() if old != signal.SIG_IGN]      # by nohup
+    # (nohup lets programs ignore one)
+    caught = [n for n, old in before.items() if old != signal.SIG_IGN]
+    in_notebook = hasattr(sys, "ps1")               # whose process must live on
+    again = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT:
+             signal.default_int_handler if in_notebook else signal.SIG_DFL}
 
     def handler(number, frame):
         stop.set()
         for other in caught:
             signal.signal(other, again.get(other, signal.SIG_IGN))
-        if WORLD > 1:       # torchrun passes on what a cluster has sent to all as well
+        if WORLD > 1:       # a cluster sends it to all, and torchrun sends it again
             signal.signal(number, signal.SIG_IGN)
         say(f"{signal.Signals(number).name}: stopping after this step; Ctrl-C "
             f"{'again ' if number == signal.SIGINT else ''}to stop now")
 
-    in_notebook = hasattr(sys, "ps1")               # whose process must live on
-    again = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT:
-             signal.default_int_handler if in_notebook else signal.SIG_DFL}
     for number in caught:
         signal.signal(number, handler)
     try:
@@ -1149,19 +1186,16 @@ class Unbroken:
 
 # --- The log -------------------------------------------------------------------------
 
-def begin_log(config, run, model, shards, data_folder):
-    """Complete what checkpoints say of the run. Log and print what runs, and what is
-    not as it was before."""
+def begin_log(config, run, model, shards):
+    """Log and print what runs, and what is not as it was before."""
     old = read_run(config.resume) if config.resume else None
     if RANK == 0:
         clear_folder(config)
-    # The data's folder is named after Python's version, or after a text's checksum
-    run |= {"settings": vars(config), "vocab_size": model.embed.num_embeddings,
-            "data_folder": str(data_folder), "with_checksum": checksum(config.with_),
-            "data_version": f"{data_folder.name}-{len(shards)}"}
-    names = "data_version", "with_checksum"
-    now, before = ({**settings_of(r), **{name: r.get(name) for name in names}}
-                   for r in (run, old or run))
+    def compared(of):
+        names = "data_version", "with_checksum"
+        return settings_of(of) | {name: of.get(name) for name in names}
+
+    now, before = compared(run), compared(old or run)
     changed = {name: [before[name], now[name]] for name in before.keys() & now.keys()
                if before[name] != now[name]}
     name = hardware(config.device)[0]
@@ -1177,8 +1211,9 @@ def begin_log(config, run, model, shards, data_folder):
             say(f"changed: {config.with_} is not as it was")
         else:
             say(f"changed: {name} is {value}, and was {was}")
-    say(f"data: {sum(map(len, shards)):,} tokens in {data_folder}, and {config.steps} "
-        f"steps read {config.steps * config.batch_size * config.seq_len:,}")
+    say(f"data: {sum(map(len, shards)):,} tokens in {run['data_folder']}, and "
+        f"{config.steps} steps read "
+        f"{config.steps * config.batch_size * config.seq_len:,}")
     if make_recipe(config).fmt and run["step"] < config.steps:
         say("first the quantizers are compiled, which takes up to a minute once")
 
@@ -1194,10 +1229,10 @@ def log(config, record):
             raise UserError(f"can't write {path}: {e}; {what_is_saved(config)}") from e
 
 def read_log(path):
-    """-> [header, step, step, ...], dicts. Each start of a run logs a header. Returned
-    is the last, but with the step and --init of the first, and all that was changed. A
-    step may have several lines. What was logged after the step at which a run was
-    resumed does not count."""
+    """-> [header, step, step, ...], dicts. Each start of a run logs a header. This
+    returns the last one, with the step and --init of the first, and all that was ever
+    changed. A step may have several lines. What was logged after the step at which a
+    run was resumed does not count."""
     header, steps = None, {}
     for text in Path(path).read_text(errors="replace").splitlines():
         try:
@@ -1254,12 +1289,14 @@ def load(path, device="cpu", **settings):
         old = {name: old[name] for name in old.keys() - set(RECIPE_FIELDS)}
     config = Config(**old | settings)
     is_needed = config.recipe not in ufp4.RECIPES or "with_" in settings
-    if config.with_ and (is_needed or Path(config.with_).is_file()):
+    if config.with_ and not is_needed and not Path(config.with_).is_file():
+        warnings.warn(f"{config.with_} is gone, so {path} is loaded without it")
+    elif config.with_:
         import_with(config.with_)
         if "with_" not in settings and run.get("with_checksum") not in (
                 None, checksum(config.with_)):
             warnings.warn(f"{config.with_} is not as it was when {path} was trained")
-    model, _ = build(config, make_recipe(config), run["vocab_size"])
+    model = build_model(config, make_recipe(config), run["vocab_size"])
     load_weights(path, model)
     model.config = config
     return model.eval()
@@ -1286,7 +1323,7 @@ def answer_prompt(config):
     prompt = os.fsencode(config.prompt).decode(errors="replace")
     tokens = prepare.encode(prompt or "\n", config.data)
     config.compile = False              # would take longer than the text
-    model, _ = build(config, make_recipe(config), vocab_size)
+    model = build_model(config, make_recipe(config), vocab_size)
     load_weights(path, model)
     tokens = generate(model, torch.tensor([tokens], device=config.device), config)
     say(prepare.decode(tokens[0].tolist(), config.data))
@@ -1303,10 +1340,11 @@ def activation_bytes(config, vocab_size):
     """What autograd saves for the backward pass, for each token of a micro-batch."""
     dim, hidden, k = config.dim, config.hidden, config.top_k
     size = 4 if config.dtype == "float32" else 2                    # bytes a number
-    # Input and output of both norms are in float32. In --dtype: inputs of the linear
-    # layers, q, k, v before and after RoPE, attention's output, and of the MLP and of
-    # each expert four times `hidden`
-    block = 4 * 4 * dim + size * (9 * dim + 2 * k * dim + 4 * (k + 1) * hidden)
+    block = 4 * 4 * dim                 # inputs and outputs of both norms, in float32
+    # In --dtype: inputs of qkv, fc1 and proj; q, k, v before and after RoPE
+    block += size * (2 + 6 + 1) * dim
+    # Inputs and outputs of experts; and in the MLP and in each expert four of `hidden`
+    block += size * (2 * k * dim + 4 * (k + 1) * hidden)
     if k and make_recipe(config).fmt:       # padded inputs, and where each row was
         block += size * k * (dim + hidden) + 2 * 8 * k
     blocks = config.layers * block
@@ -1317,7 +1355,7 @@ def activation_bytes(config, vocab_size):
 def dry_run(config):
     """--dry-run: print what a run needs. The model is on the meta device, so this takes
     neither data nor memory."""
-    vocab_size, processes = prepare.vocabulary(config.data), config.dry_run
+    vocab_size, processes = vocabulary_of(config), config.dry_run
     with torch.device("meta"):
         model = GPT(config, ufp4.RECIPES["bf16"], vocab_size)
     total, active = count_parameters(config, model)
@@ -1339,15 +1377,15 @@ def dry_run(config):
               "BF16 copies of weights": 0 if config.dtype == "float32" else 2 * copied,
               "activations": micro * activation_bytes(config, vocab_size),
               "the loss, at its peak": micro * 8 * vocab_size}
-    print(f"{config.model}: {total / 1e6:,.2f}M parameters, of which a token uses "
+    say(f"{config.model}: {total / 1e6:,.2f}M parameters, of which a token uses "
           f"{active / 1e6:,.2f}M (vocabulary: {vocab_size:,})")
-    print(f"memory of each process, of {processes}, in GB:")
+    say(f"memory of each process, of {processes}, in GB:")
     for what, size in (*memory.items(), ("in all", sum(memory.values()))):
-        print(f"    {what:32} {size / 1e9:9.3f}")
-    print(f"activations are what autograd saves of a micro-batch of {micro:,} tokens, "
+        say(f"    {what:32} {size / 1e9:9.3f}")
+    say(f"activations are what autograd saves of a micro-batch of {micro:,} tokens, "
           f"in {config.dtype or 'bfloat16'};\n--remat lowers them, and --grad-accum if "
           "that is more than a sequence")
-    print(f"tokens: {config.steps:,} steps of {tokens:,}, {config.steps * tokens:,} in "
+    say(f"tokens: {config.steps:,} steps of {tokens:,}, {config.steps * tokens:,} in "
           "all")
 
 # --- The command ---------------------------------------------------------------------

@@ -11,9 +11,10 @@ A folder of token files is data as well. All .bin files with the word "train" in
 names are trained on. The first with the word "val" is for validation.
 
 A token file (.bin) has the layout of the public FineWeb shards: a header of 256 int32
-(magic 20240520, version 1, number of tokens), then the tokens as uint16. With version 2
-they are uint32, for vocabularies above 65,536. write_tokens() writes both. The tokens
-of a text are its bytes, a vocabulary of 256. FineWeb has GPT-2's vocabulary.
+(magic 20240520; version 1; number of tokens, in two of them; vocabulary size, 0 if not
+said), then the tokens as uint16. With version 2 they are uint32, for vocabularies above
+65,536. write_tokens() writes both. The tokens of a text are its bytes, a vocabulary of
+256. FineWeb has GPT-2's vocabulary.
 
 nanoGPT's files have no header. They are read if its meta.pkl is beside them, or if they
 are its openwebtext, a folder of that name: train.bin and val.bin in GPT-2's vocabulary.
@@ -59,7 +60,7 @@ def read_meta(data):
     """nanoGPT's meta.pkl of a folder: {"vocab_size": ..., "stoi": {character: token},
     "itos": {token: character}}, or {} if there is none."""
     path = Path(data) / "meta.pkl"
-    if not path.is_file():
+    if data in NAMES or not path.is_file():
         return {}
     with open(path, "rb") as file:
         return PlainUnpickler(file).load()
@@ -83,21 +84,21 @@ def gpt2(data):
 
 def encode(text, data):
     """The tokens of a text, a list."""
-    if vocabulary(data) == 256:
-        return list(text.encode())
     if stoi := read_meta(data).get("stoi"):
         unknown = set(text) - set(stoi)
         if unknown:
             raise UserError(f"the vocabulary of {data} lacks {sorted(unknown)}")
         return [stoi[character] for character in text]
+    if vocabulary(data) == 256:
+        return list(text.encode())
     return gpt2(data).encode_ordinary(text)
 
 def decode(tokens, data):
     """The text of tokens."""
-    if vocabulary(data) == 256:
-        return bytes(tokens).decode(errors="replace")
     if itos := read_meta(data).get("itos"):
         return "".join(itos[token] for token in tokens)
+    if vocabulary(data) == 256:
+        return bytes(tokens).decode(errors="replace")
     return gpt2(data).decode(tokens)
 
 # ---- Files ----
@@ -174,7 +175,8 @@ def files_called(folder, part):
     return sorted(path for path in Path(folder).glob("*.bin") if word.search(path.stem))
 
 def has_tokens(folder):
-    return all(files_called(folder, part) for part in ("train", "val"))
+    val = files_called(folder, "val")
+    return bool(val) and any(path != val[0] for path in files_called(folder, "train"))
 
 def token_files(folder):
     """-> (paths of the files to train on, path of the validation file)"""
@@ -208,6 +210,12 @@ def read_text(path):
 
 # ---- Data sets ----
 
+def check_name(data):
+    """UserError if data is no name of a data set, and no file or folder."""
+    if data not in NAMES and not Path(data).exists():
+        raise UserError(f"no data set or file is called {data!r}: use python, "
+                        "shakespeare, fineweb, a text file or a folder of token files")
+
 def standard_library():
     """The source of Python's standard library -> (training bytes, validation bytes).
     One file in twenty is for validation, chosen by a hash of the names."""
@@ -229,6 +237,7 @@ def prepare(data="python", root=None, shards=1, url=FINEWEB):
     data: "python", "shakespeare", "fineweb", a text file or a folder of token files.
     shards: how many shards of FineWeb to download, at least. train.py uses all that are
     there. UserError for any other name, and for a failed download."""
+    check_name(data)
     root = root or ROOT
     if data == "fineweb":
         folder = root / data
@@ -243,13 +252,10 @@ def prepare(data="python", root=None, shards=1, url=FINEWEB):
         folder = root / data
     elif Path(data).is_dir():
         return token_files(data)
-    elif Path(data).is_file():
+    else:
         source = read_text(Path(data))
         crc = zlib.crc32(source)                # an edited file is a new data set
         folder = root / f"{Path(data).stem}-{crc:08x}"
-    else:
-        raise UserError(f"no data set or file is called {data!r}: use python, "
-                        "shakespeare, fineweb, a text file or a folder of token files")
     train, val = folder / "train.bin", folder / "val.bin"
     if not (train.exists() and val.exists()):
         if data == "shakespeare":

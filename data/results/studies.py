@@ -92,6 +92,7 @@ DOSES = ("ufp4", "ufp4-noise-1.25", "ufp4-noise-1.5", "ufp4-noise-2", "ufp4-nois
 # Uniform grids of 8, 7 and 6 levels, rotated. All their bins between two levels are
 # symmetric, so they say what the noise of rounding costs if nothing else does
 UNIFORM = ("ufp4", "u7", "u6")
+LINES = {DOSES: "doses", UNIFORM: "uniform grids"}      # lines through rows
 GAP = {"e2m1": 1, "ufp4": -1}
 PAIRS = {"dense-0.1m": "0.1M", "dense-0.3m": "0.3M",
          "nano": "`nano`", "small-training": "26M, training loss"}
