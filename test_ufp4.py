@@ -3,7 +3,6 @@ written out by hand, exact fractions, float64, brute force.
 
 Those of ufp4.py alone: pytest -k core test_ufp4.py"""
 import copy
-import dataclasses
 import functools
 import http.server
 import inspect
@@ -1651,23 +1650,33 @@ def test_train_keeps_the_last_checkpoints_and_those_of_named_steps(
     assert [path.name for path in train.checkpoints(s.out)] == [
         f"ckpt-{step:07d}" for step in kept]
 
-def test_train_the_papers_models_and_what_they_need(monkeypatch, capsys):
+@pytest.mark.parametrize("name,processes,wanted", [
+    ("medium", 8, 124e6), ("dense-1.5b", 128, 1.5e9), ("moe-7.9b", 128, 7.9e9),
+    ("moe-124b", 128, 124e9)])
+def test_train_models_and_what_they_need(name, processes, wanted):
     """By --dry-run, without memory: in a process that may not have more than 2 GB."""
-    models = {"dense-1.5b": 1.5e9, "moe-7.9b": 7.9e9, "moe-124b": 124e9}
-    code = (f"import resource, train\nfor name in {list(models)}:\n"
-            "    train.main(['--model', name, '--dry-run', '128'])\n    print('---')\n"
+    code = (f"import resource, train\n"
+            f"train.main('--model {name} --dry-run {processes}'.split())\n"
             "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)")
-    done = subprocess.run([sys.executable, "-c", code], cwd=HERE, text=True,
-                          capture_output=True, check=True)
-    assert int(done.stdout.split()[-1]) < 2e6               # KB
-    for said, (name, wanted) in zip(done.stdout.split("---"), models.items()):
-        total = re.search(r"([\d,.]+)M parameters", said)[1].replace(",", "")
-        assert abs(float(total) * 1e6 / wanted - 1) < 0.01
-        s = train.parse_args(["--model", name])
-        tokens = s.steps * s.batch_size * s.seq_len
-        assert f"{tokens:,} in all" in said
-        weights = re.search(r"weights +([\d.]+)", said)[1]
-        assert float(weights) == pytest.approx(4 * wanted / 128 / 1e9, rel=0.3)
+    said = subprocess.run([sys.executable, "-c", code], cwd=HERE, text=True,
+                          capture_output=True, check=True).stdout
+    assert int(said.split()[-1]) < 2e6                      # KB
+    total = re.search(r"([\d,.]+)M parameters", said)[1].replace(",", "")
+    assert float(total) * 1e6 == pytest.approx(wanted, rel=0.01)
+    s = train.parse_args(["--model", name])
+    assert f"{s.steps * s.batch_size * s.seq_len:,} in all" in said
+    lines = re.findall(r"^    (.*?)  +([\d.]+)$", said, re.M)
+    sizes = [float(size) for _, size in lines]
+    assert len(sizes) == 9 and sum(sizes[:-1]) == pytest.approx(sizes[-1], abs=0.01)
+    assert lines[0][0] == "weights"
+    assert sizes[0] == pytest.approx(4 * wanted / processes / 1e9, rel=0.3)
+
+def test_train_remat_needs_fewer_copies_of_weights(capsys):
+    for more in "", "--remat":
+        train.main(f"--model moe-7.9b --recipe bf16 --dry-run 64 {more}".split())
+    copies = re.findall(r"BF16 copies of weights +([\d.]+)", capsys.readouterr().out)
+    all_of_them, less = map(float, copies)
+    assert 15 < all_of_them < 17 and less < 2       # GB: two bytes a parameter
 
 @pytest.mark.parametrize("flags", ["", "--dtype bfloat16", "--remat",
                                    "--experts 8 --top-k 3 --hidden 64",
@@ -2018,20 +2027,6 @@ def test_train_errors_of_ones_own_code_have_a_traceback(settings, monkeypatch):
     with pytest.raises(ValueError, match="not in list"):
         train.main([])
 
-def test_train_a_dry_run_has_a_line_for_each_summand(capsys):
-    train.main(["--model", "moe-124b", "--dry-run", "512"])
-    lines = dict(re.findall(r"^    (.*?)  +([\d.]+)$", capsys.readouterr().out, re.M))
-    sizes = [float(size) for size in lines.values()]
-    assert len(sizes) == 9 and sum(sizes[:-1]) == pytest.approx(sizes[-1], abs=0.01)
-    train.main("--model moe-7.9b --recipe bf16 --dry-run 64 --remat".split())
-    train.main("--model moe-7.9b --recipe bf16 --dry-run 64".split())
-    copies = re.findall(r"BF16 copies of weights +([\d.]+)", capsys.readouterr().out)
-    less, all_of_them = map(float, copies)
-    assert 15 < all_of_them < 17 and less < 2       # GB: two bytes a parameter
-    train.main(["--model", "medium", "--dry-run", "8"])
-    total = re.search(r"([\d.]+)M parameters", capsys.readouterr().out)[1]
-    assert float(total) == pytest.approx(124, rel=0.01)
-
 def tree(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -2338,22 +2333,28 @@ def test_data_of_any_size_and_never_half_there(tmp_path, monkeypatch):
     (first,), _ = prepare.prepare(str(tmp_path / "my.txt"), tmp_path)
     assert bytes(prepare.read_tokens(first).tolist()) == b"text " * 90
 
+def nanogpt(folder, tokens, val, dtype=np.uint16):
+    """A folder of files as nanoGPT writes them: no header, and no meta.pkl yet."""
+    folder.mkdir()
+    for name, of in ("train", tokens), ("val", val):
+        np.array(of, dtype=dtype).tofile(folder / f"{name}.bin")
+    return folder
+
+def meta(folder, **of):
+    (folder / "meta.pkl").write_bytes(pickle.dumps(of))
+
 def test_data_tokens_of_ones_own_have_their_vocabulary(tmp_path, text, capsys):
     """nanoGPT's: no header, uint16, and meta.pkl. As a text it is refused."""
-    own = tmp_path / "own"
-    own.mkdir()
     chars = sorted(set(text.read_text()))
     stoi = {c: i for i, c in enumerate(chars)}
-    tokens = np.array([stoi[c] for c in text.read_text()], dtype=np.uint16)
-    tokens[:9000].tofile(own / "train.bin")
-    tokens[9000:].tofile(own / "val.bin")
+    tokens = [stoi[c] for c in text.read_text()]
+    own = nanogpt(tmp_path / "own", tokens[:9000], tokens[9000:])
     with pytest.raises(ValueError, match="is not a text file.* give its folder"):
         prepare.prepare(str(own / "train.bin"), tmp_path)
     for path in token_paths(own):
         with pytest.raises(ValueError, match="no header .*meta.pkl"):
             prepare.read_tokens(path)
-    meta = {"vocab_size": len(chars), "stoi": stoi, "itos": dict(enumerate(chars))}
-    (own / "meta.pkl").write_bytes(pickle.dumps(meta))
+    meta(own, vocab_size=len(chars), stoi=stoi, itos=dict(enumerate(chars)))
     assert [len(prepare.read_tokens(p)) for p in token_paths(own)] == [
         9000, len(tokens) - 9000]
     assert prepare.vocabulary(own) == len(chars)
@@ -2367,11 +2368,11 @@ def test_data_tokens_of_ones_own_have_their_vocabulary(tmp_path, text, capsys):
     capsys.readouterr()
     train.main(["--resume", str(tmp_path / "run"), "--prompt", "def"])
     assert set(capsys.readouterr().out.strip("\n")) <= set(chars)
-    (own / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 9}))
     argv[-1] += "-2"
-    assert "and its vocabulary only 9" in said(capsys, 1, train.main, argv)
-    (own / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": os.system}))
-    assert "meta.pkl holds posix.system" in said(capsys, 1, train.main, argv)
+    for size, why in ((9, "and its vocabulary only 9"),
+                      (os.system, "meta.pkl holds posix.system")):
+        meta(own, vocab_size=size)
+        assert why in said(capsys, 1, train.main, argv)
     # What this file has made says itself that its tokens are bytes
     (first,), _ = prepare.prepare(str(text), tmp_path)
     assert prepare.vocabulary(first.parent) == 256
@@ -2413,21 +2414,15 @@ def test_data_of_large_vocabularies_takes_four_bytes(tmp_path, settings, capsys)
     prepare.write_tokens(tmp_path / "wide.bin", [70_000])
     assert prepare.read_tokens(tmp_path / "wide.bin").tolist() == [70_000]
     # nanoGPT's files are uint16: with such a meta.pkl they are other tokens
-    (tmp_path / "nano").mkdir()
-    for name in "train", "val":
-        tokens.astype(np.uint32).tofile(tmp_path / f"nano/{name}.bin")
-    (tmp_path / "nano/meta.pkl").write_bytes(pickle.dumps({"vocab_size": 100_000}))
+    meta(nanogpt(tmp_path / "nano", tokens, tokens, np.uint32), vocab_size=100_000)
     with pytest.raises(prepare.UserError, match="two bytes a token can't hold"):
         prepare.read_tokens(tmp_path / "nano/train.bin")
 
 def test_data_nanogpts_openwebtext_is_read_as_it_is(tmp_path):
-    (tmp_path / "openwebtext").mkdir()
-    for name in "train", "val":
-        np.array([50256, 318, 7], dtype=np.uint16).tofile(
-            tmp_path / f"openwebtext/{name}.bin")
-    for path in token_paths(tmp_path / "openwebtext"):
+    folder = nanogpt(tmp_path / "openwebtext", [50256, 318, 7], [50256, 318, 7])
+    for path in token_paths(folder):
         assert prepare.read_tokens(path).tolist() == [50256, 318, 7]
-    assert prepare.vocabulary(tmp_path / "openwebtext") == 50257
+    assert prepare.vocabulary(folder) == 50257
 
 def token_paths(folder):
     paths, val = prepare.prepare(str(folder))
@@ -2612,11 +2607,15 @@ def test_bench_weights_are_used_under_other_recipes(
     capsys.readouterr()
     bench.main(["use", s.out, "--recipes", "ufp4", "e2m1 --gemms fprop", "--windows",
                 str(s.eval_windows)])
-    said = [re.split("  +", line) for line in capsys.readouterr().out.splitlines()]
-    said = {line[0]: line[1:] for line in said if line[0].startswith("`")}
+    said = printed(capsys.readouterr().out, "used under")
     assert said.keys() == {"`bf16`", "`ufp4`", "`e2m1 --gemms fprop`"}
-    assert said["`ufp4`"][0] == f"{own:.4f}" and said["`bf16`"][-1] == "1.0000"
-    assert all(0.5 < float(said[row][-1]) < 0.9999 for row in said if "bf16" not in row)
+    bf16 = float(said["`bf16`"]["validation loss"])
+    for row, of in said.items():
+        error = 100 * (float(of["validation loss"]) / bf16 - 1)
+        assert float(of["above BF16, %"]) == pytest.approx(error, abs=0.02)
+        cosine = float(of["cosine of dW with BF16's"])
+        assert cosine == 1 if row == "`bf16`" else 0.5 < cosine < 0.9999
+    assert said["`ufp4`"]["validation loss"] == f"{own:.4f}"
     # The first row is the run's own recipe, with its flags
     train.train(settings("--recipe", "ufp4", "--rht", "wgrad", "--out", f"{s.out}-3"))
     bench.main(["use", f"{s.out}-3", "--windows", "1"])
