@@ -2673,6 +2673,51 @@ def test_bench_a_late_row_goes_on_with_the_recipe_that_it_helps(elsewhere):
     s = train.parse_args(late.flags)
     assert s.recipe == "bf16" and s.seed == 3
 
+def test_bench_the_jobs_of_a_study(elsewhere):
+    """Its seeds; the texts and recipes for trained weights; what averages need."""
+    for name, rows, used in (
+            ("heal", bench.STUDIES["heal"].averaged, {}),
+            ("use", (), dict.fromkeys(bench.SHORT_TEXTS, bench.STUDIES["use"].uses))):
+        jobs = bench.jobs_of(study_args(study=name, models=None, seeds=2),
+                             study := bench.STUDIES[name])
+        assert {job.key for job in jobs} == {
+            ("dense-0.3m", row, seed) for row in ("bf16", *study.rows)
+            for seed in (5, 6)}
+        for job in jobs:
+            wanted = {"validation": ["bf16"]} | used
+            if job.row in rows:
+                wanted["averaged"] = job.row, "bf16"
+                assert job.kept >= {2645, 2612, 2579, 2546, 2513, 2480, 2447, 2414}
+            assert job.uses == wanted
+
+@pytest.mark.parametrize("diverges,ran", [
+    ("", ["bf16", "nvfp4", "nvfp4-late-bf16"]), ("nvfp4", ["bf16", "nvfp4"])])
+def test_bench_a_row_runs_after_the_one_that_it_starts_from(
+        elsewhere, monkeypatch, diverges, ran):
+    found, jobs = [], {}
+    monkeypatch.setattr(bench.Job, "run", lambda job, threads: found.append(job.row))
+    monkeypatch.setattr(bench.Job, "result", lambda job: {
+        "loss": None if job.row == diverges else 2.0})
+    bench.job_of(study_args(), jobs, "nano", "nvfp4-late-bf16", 0)
+    assert not bench.run_all(types.SimpleNamespace(jobs=2), [*jobs.values()][::-1])
+    assert found == ran
+
+def test_bench_the_gaps_of_a_run_are_those_of_eighths_of_its_own_steps(elsewhere):
+    """Of the lines that both log. A checkpoint has one of its own, which may lie there
+    too; and that of the first step is not the run's own."""
+    job = bench.job_of(study_args(start=640), {}, "nano", "ufp4", 0)
+    losses = {step: 2.0 for step in range(600, 801, 10)}
+    higher = {step: 2 + (step - 641) // 20 / 50 for step in range(650, 801, 10)}
+    for of, logs in ((job.base, losses), (job, higher | {640: 99.0})):
+        lines = [{"step": step, "train_loss": loss} for step, loss in logs.items()]
+        lines = {"settings": {}, "start": 0}, *lines, {"step": 777, "train_loss": 9.0}
+        of.folder.mkdir(parents=True)
+        (of.folder / "log.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    for loss, wanted in ((None, None), (2.0, [n / 100 for n in range(8)])):
+        bench.save(job.folder / "result.json", {"loss": loss})
+        assert job.gaps() == (wanted and pytest.approx(wanted))
+    assert job.base.gaps() is None
+
 def test_bench_rows_start_where_they_are_told(elsewhere):
     args, jobs = study_args(start=7), {}
     row, early = (bench.job_of(args, jobs, "nano", row, 0)
@@ -2684,11 +2729,12 @@ def test_bench_a_run_is_named_after_all_that_it_depends_on(elsewhere, monkeypatc
     """Its flags, our code, the file of --with and the modules beside that; not a file
     that is called as the value of a flag, nor a module from elsewhere."""
     code = [elsewhere / name for name in ("train.py", "ufp4.py", "bench.py")]
-    mine, beside = elsewhere / "mine/mine.py", elsewhere / "mine/beside_mine.py"
-    mine.parent.mkdir()
-    for path in (*code, beside):
+    mine, *beside = (elsewhere / "mine" / name for name in
+                     ("mine.py", "beside_mine.py", "below_mine/part.py"))
+    beside[1].parent.mkdir(parents=True)
+    for path in (*code, *beside):
         path.write_text("x = 1")
-    mine.write_text("import beside_mine, ufp4\n"
+    mine.write_text("import beside_mine, below_mine.part, ufp4\n"
                     "ufp4.RECIPES['mine'] = ufp4.Recipe('mine')")
     monkeypatch.setattr(ufp4, "RECIPES", dict(RECIPES))
     monkeypatch.setattr(bench, "CODE", code)
@@ -2703,13 +2749,19 @@ def test_bench_a_run_is_named_after_all_that_it_depends_on(elsewhere, monkeypatc
     (elsewhere / "text.py").write_text("x = 1")
     assert folders() == before
     for path, changed in (*((path, (True, True, True, True)) for path in code),
-                          (mine, (False, True, False, True)),
-                          (beside, (False, True, False, True))):
+                          *((path, (False, True, False, True))
+                            for path in (mine, *beside))):
         path.write_text(path.read_text() + "\n")
         after = folders()
         assert tuple(a != b for a, b in zip(after, before)) == changed, path
         before = after
     assert folders(train=["--lr", "0.1"]) != before
+    monkeypatch.setattr(prepare, "ROOT", elsewhere / "data")
+    data, named = elsewhere / "data.txt", []
+    for text in "a text ", "b text ":               # of one length
+        data.write_text(1000 * text)
+        named += folders(train=["--data", str(data)])
+    assert len({*named}) == 8
 
 def test_bench_a_row_has_the_file_that_its_recipe_is_from(elsewhere, text):
     other = elsewhere / "other.py"
@@ -2731,7 +2783,8 @@ def test_bench_a_run_by_other_code_is_said_and_not_used(elsewhere, capsys, monke
     monkeypatch.setattr(bench.Job, "run", lambda job, threads: None)
     bench.run_all(types.SimpleNamespace(jobs=1), [job])
     assert "1 more are there by other flags or other code" in capsys.readouterr().out
-    assert job.result() is None
+    bench.save(job.folder / "result.json", {"loss": 1.0})       # without a checkpoint
+    assert job.result() is None and job.others() == [path.parent]
 
 def test_bench_how_many_steps_are_done_is_at_the_end_of_the_log(elsewhere):
     job = bench.Job(study_args(), {}, "nano", "bf16", 0)
@@ -2923,6 +2976,8 @@ def test_bench_new_runs_join_the_records():
     again = bench.records_of(args, jobs(text={"bf16": 2.0, "new": 3.0}), records)
     assert of(again, "new on text") == of(again, "own on text") == 0.5
     assert of(again, "bf16 on validation") == 0
+    more = bench.records_of(args, jobs(text={"e2m1": 4.0}), again)
+    assert (of(more, "new on text"), of(more, "e2m1 on text")) == (0.5, 1)
     assert again["machines"] == records["machines"] == [*old["machines"],
                                                         {"commit": "c"}]
     with pytest.raises(ValueError, match="nano, new, seed 9 with another loss"):
@@ -2985,6 +3040,10 @@ def test_bench_runs_are_compared_with_the_bf16_run_of_the_same_settings(
     path = out / "anew/log.jsonl"
     path.parent.mkdir()
     path.write_text("\n".join(map(json.dumps, (header, *worse, resumed, *worse[5:]))))
+    # Nor is one that goes on where another had begun
+    (out / "a-branch").mkdir()
+    (out / "a-branch/log.jsonl").write_text("\n".join(map(json.dumps, (
+        header | {"start": 4}, *worse))))
     (out / "broken").mkdir()
     (out / "broken/log.jsonl").write_text("not a log\n")
     capsys.readouterr()
