@@ -3082,6 +3082,16 @@ def test_bench_runs_are_compared_with_the_bf16_run_of_the_same_settings(
     for name, why in (("another-seed", "no bf16 run"), ("longer", "no bf16 run"),
                       ("another-with", "bf16 run has another --with")):
         assert found[name]["loss error, %"] == why      # and no loss error
+    # The figure: losses above, what they are above BF16 below, both after step 0
+    from matplotlib.figure import Figure
+    logs = {name: train.read_log(out / name / "log.jsonl") for name in ("bf16", "e2m1")}
+    bench.draw_runs(fig := Figure(), logs)
+    above, below = ({line.get_label(): dict(line.get_xydata()) for line in ax.lines}
+                    for ax in fig.axes)
+    for name, times in ("bf16", 1), ("e2m1", 1.25):
+        assert above[name] == {line["step"]: line["val_loss"] * times for line in lines
+                               if "val_loss" in line and line["step"]}
+        assert below[name] == dict.fromkeys((4, 8), pytest.approx(100 * (times - 1)))
     bench.main(["sqnr", str(out / "bf16")])
     # The tensors of a run: four kinds of layers, six operands and three results
     medians = json.loads((bench.OUT / "sqnr.json").read_text())["medians"]
