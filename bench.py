@@ -1182,17 +1182,21 @@ def bench_runs(args):
     def last(values, form):
         return form.format(values[max(values)]) if values else ""
 
+    def at(values, steps):          # for a run that stopped after its last validation
+        return f" (step {max(values)})" if values and max(values) < steps else ""
+
     differ = differing([log[0]["settings"] for log in logs.values()])
     rows = [["run", *map(train.flag, differ), "steps", "training loss",
              "validation loss", "loss error, %", "tokens/s"]]
     for name, log in logs.items():
         s = log[0]["settings"]
         errors, why = errors_of(log, logs.values())
+        losses = logged(log, "val_loss")
         rows.append([name, *(shown(s.get(setting)) for setting in differ),
                      f"{log[-1].get('step', 0)} of {s['steps']}"
                      + (", diverged" if "diverged" in log[-1] else ""),
                      last(logged(log, "train_loss"), "{:.4f}"),
-                     last(logged(log, "val_loss"), "{:.4f}"),
+                     last(losses, "{:.4f}") + at(losses, log[-1].get("step", 0)),
                      last(errors, "{:+.2f}") or why,
                      last(logged(log, "tokens_per_s"), "{:,.0f}")])
     print_table(rows)

@@ -3073,6 +3073,8 @@ def test_bench_runs_are_compared_with_the_bf16_run_of_the_same_settings(
         validated = [line["val_loss"] for line in lines if "val_loss" in line][-1]
         assert name in ("stopped", "diverged") or (
             found[name]["validation loss"] == f"{validated * times:.4f}")
+    for name in "stopped", "diverged":              # it says at which step that was
+        assert found[name]["validation loss"].endswith(" (step 4)")
     assert found["begun"] | {"steps": ""} == dict.fromkeys(found["begun"], "") | {
         "run": "begun", "--recipe": "e2m1", "--seed": "0"}
     # What differs between the runs is said, and nothing else

@@ -969,7 +969,8 @@ def read_run(path):
             return {name: file[name] for name in file.keys() - {"model"}}
         return json.loads((Path(path) / "run.json").read_text())
     except (OSError, RuntimeError, ValueError, pickle.UnpicklingError) as e:
-        raise UserError(f"can't read the settings in {path}: {e}") from e
+        raise UserError(f"can't read the settings in {path}, which is damaged, or no "
+                        f"checkpoint or exported file: {e}") from e
 
 def read_source(config):
     """What the checkpoint of --resume or --init says of its run, a dict, or None."""
@@ -1215,7 +1216,7 @@ def begin_log(config, run, model, shards):
         f"{config.steps} steps read "
         f"{config.steps * config.batch_size * config.seq_len:,}")
     if make_recipe(config).fmt and run["step"] < config.steps:
-        say("first the quantizers are compiled, which takes up to a minute once")
+        say("first the quantizers are compiled, which takes up to a minute")
 
 def log(config, record):
     """Append a dict to the log, as a line. One write, so that it is never half there
@@ -1312,6 +1313,7 @@ def export(path, file):
             torch.save(read_run(path) | {"model": weights}, temporary)
     except (OSError, RuntimeError) as e:                # RuntimeError: a full disk
         raise UserError(f"can't write {file}: {e}") from e
+    say(f"{file} has the weights of {path}; train.load({file!r}) makes a model of it")
 
 def answer_prompt(config):
     """--prompt: continue a text, and print both. Needs no data."""
