@@ -222,8 +222,8 @@ class Block(nn.Module):
         self.compile_it, self.remat = config.compile, config.remat
 
     def forward(self, x):                                           # (B, T, C)
-        compute = type(self).compute    # (a bound one would keep a model's deepcopy on
-        if self.compile_it:             # the weights of the original)
+        compute = type(self).compute    # unbound: compiled once for all blocks
+        if self.compile_it:
             compute = compiled(compute)
         if self.remat:                  # draws the same random bits again
             return checkpoint(compute, self, x, use_reentrant=False)
@@ -233,7 +233,7 @@ class Block(nn.Module):
         x = x + self.attn(self.norm1(x))
         return x + self.mlp(self.norm2(x))
 
-compiled = functools.cache(torch.compile)       # once for all blocks
+compiled = functools.cache(torch.compile)
 
 class GPT(nn.Module):
     """Pre-norm RMSNorm, RoPE, attention, SwiGLU or MoE; no biases, untied head."""
@@ -343,7 +343,8 @@ class Config:
     clip: float = setting(1.0, "largest gradient norm; 0 does not clip")
     # What is validated, logged and saved
     eval_interval: int = setting(100, "steps between validations; 0: only at the end")
-    eval_windows: int = setting(128, "validation windows of SEQ_LEN tokens")
+    eval_windows: int = setting(None, "validation windows of SEQ_LEN tokens (default: "
+                                      "128, or the next multiple of the processes)")
     log_interval: int = setting(10, "steps between lines of the log")
     save_interval: int = setting(100, "steps between checkpoints")
     keep: int = setting(2, "how many checkpoints to keep; 0: all")
@@ -382,6 +383,8 @@ class Config:
                 setattr(self, name, value)
         if self.warmup is None:         # at most a fifth of --steps
             self.warmup = min(preset["steps"] // 10, self.steps // 5)
+        if self.eval_windows is None:
+            self.eval_windows = math.ceil(128 / WORLD) * WORLD
         check_values(self)
 
     @property
@@ -445,7 +448,7 @@ def load_data(config, vocab_size):
     paths, val_path = prepare.prepare(data)             # finds what is there
     shards, val = [prepare.read_tokens(p) for p in paths], prepare.read_tokens(val_path)
     check_tokens((*shards, val), config, vocab_size)
-    return shards, val, val_path.resolve().parent
+    return shards, val, val_path.parent.absolute()
 
 def windows(tokens, starts, config):
     """-> inputs (B, T), and targets (B, T), which are the next tokens."""
@@ -634,6 +637,8 @@ def train(config):
             load_weights(config.init, model)
         else:
             model.init_weights(config.seed)
+        if RANK == 0:
+            clear_folder(config)
         begin_log(config, run, model, shards)
         with signals_caught() as stop:          # Ctrl-C sets this Event
             val_loss = loop(model, optimizer, shards, val, config, run, stop)
@@ -743,8 +748,6 @@ def check_finite(config, step, **losses):
 
 # ================ Part II: what manages runs. You may stop here. ======================
 #
-# Checks and bookkeeping. What of it part I uses does what its name says.
-#
 # A run keeps its log and its last checkpoints in a folder, out/MODEL-RECIPE-sSEED. If
 # that is taken, it is out/MODEL-RECIPE-sSEED-2, and so on. A checkpoint also holds the
 # settings, so --resume needs only the folder, or one of its checkpoints. Flags beside
@@ -778,7 +781,7 @@ def parse_args(argv=()):
     given = vars(p.parse_args(argv))
     # Absolute paths, as --resume may be called in another folder
     if given.get("data") not in (None, *prepare.NAMES) and Path(given["data"]).exists():
-        given["data"] = str(Path(given["data"]).resolve())
+        given["data"] = os.path.abspath(given["data"])
     if given.get("with_"):
         given["with_"] = str(Path(given["with_"]).resolve())
     config = Config(**inherit(given))
@@ -818,8 +821,9 @@ def inherit(given):
     device = old.get("device", Config.device)
     if "device" not in given and device != Config.device and not has_device(device):
         say(f"the run was on {device}, which is not here")
-        del old["device"]
-    # A folder stays a folder: once locked, its newest checkpoint is looked for again
+        del old["device"], old["dtype"]     # which the device chooses
+    # A folder stays a folder. Its newest checkpoint is looked for again once that is
+    # locked, as another process may have saved one
     is_run = how == "resume" and path.parent == Path(given[how])
     source = given[how] if is_run else path
     return old | given | {how: str(source)}     # of two dicts the later one wins
@@ -1190,8 +1194,6 @@ class Unbroken:
 def begin_log(config, run, model, shards):
     """Log and print what runs, and what is not as it was before."""
     old = read_run(config.resume) if config.resume else None
-    if RANK == 0:
-        clear_folder(config)
     def compared(of):
         names = "data_version", "with_checksum"
         return settings_of(of) | {name: of.get(name) for name in names}
@@ -1212,9 +1214,10 @@ def begin_log(config, run, model, shards):
             say(f"changed: {config.with_} is not as it was")
         else:
             say(f"changed: {name} is {value}, and was {was}")
-    say(f"data: {sum(map(len, shards)):,} tokens in {run['data_folder']}, and "
-        f"{config.steps} steps read "
-        f"{config.steps * config.batch_size * config.seq_len:,}")
+    there = sum(map(len, shards))
+    read = config.steps * config.batch_size * config.seq_len
+    say(f"data: {there:,} tokens in {run['data_folder']}, and {config.steps} steps "
+        f"read {read:,}, {read / there:.1f} times as many")
     if make_recipe(config).fmt and run["step"] < config.steps:
         say("first the quantizers are compiled, which takes up to a minute")
 

@@ -11,10 +11,10 @@ A folder of token files is data as well. All .bin files with the word "train" in
 names are trained on. The first with the word "val" is for validation.
 
 A token file (.bin) has the layout of the public FineWeb shards: a header of 256 int32
-(magic 20240520; version 1; number of tokens, in two of them; vocabulary size, 0 if not
-said), then the tokens as uint16. With version 2 they are uint32, for vocabularies above
-65,536. write_tokens() writes both. The tokens of a text are its bytes, a vocabulary of
-256. FineWeb has GPT-2's vocabulary.
+(magic 20240520; version 1; number of tokens, in two of them; vocabulary size, 0 for
+GPT-2's), then the tokens as uint16. With version 2 they are uint32, for vocabularies
+above 65,536. write_tokens() writes both. The tokens of a text are its bytes, a
+vocabulary of 256. FineWeb has GPT-2's vocabulary.
 
 nanoGPT's files have no header. They are read if its meta.pkl is beside them, or if they
 are its openwebtext, a folder of that name: train.bin and val.bin in GPT-2's vocabulary.
@@ -132,7 +132,7 @@ def header_of(path):
 def write_tokens(path, tokens, vocab_size=0):
     """Write a token file. tokens: a list or an array of ints from 0 to 2^32 - 1. They
     take two bytes each, or four if one of them or the vocabulary needs it."""
-    tokens = np.asarray(tokens)
+    path, tokens = Path(path), np.asarray(tokens)
     low, high = (tokens.min(), tokens.max()) if len(tokens) else (0, 0)
     if low < 0 or high >= 2**32:
         raise UserError(f"a token must be from 0 to 2^32 - 1, not {min(low, high)} or "
