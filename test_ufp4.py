@@ -2094,7 +2094,7 @@ def test_train_what_does_not_fit_a_run_is_refused_and_changes_nothing(
             ("--init RUN --resume RUN", "give one of them"),
             ("--init TMP/no.pt", "can't read the settings in TMP/no.pt"),
             ("--init TMP/other.pt", "--export did not write it"),
-            ("--overwrite", "--overwrite needs --out"),
+            ("--overwrite --data TMP/zero.txt", "--overwrite needs --out"),
             ("--out TMP/new --data TMP/empty", "has no token files"),
             ("--out TMP/new --data TMP/zero.txt", "is empty")):
         flags, why = (of.replace("RUN", s.out).replace("TMP", str(tmp_path))
