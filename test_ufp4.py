@@ -1963,6 +1963,29 @@ def test_train_a_run_goes_on_elsewhere_than_on_its_gpu(settings, capsys, monkeyp
     run.write_text(run.read_text().replace('"device": "cpu"', '"device": "warp"'))
     train.main(["--resume", s.out, "--prompt", "x"])
     assert "the run was on warp, which is not here" in capsys.readouterr().out
+    # The type of products follows the device
+    monkeypatch.setattr(train, "hardware", lambda device: ("a CPU", True))
+    assert s.dtype == "float32"
+    assert train.parse_args(["--resume", s.out]).dtype == "bfloat16"
+
+def test_train_a_fork_may_replace_a_part_by_a_function_or_a_subclass(
+        settings, monkeypatch):
+    class Zero(train.Block):
+        def compute(self, x):
+            return 0 * x
+
+    s = settings("--steps", "2", "--recipe", "bf16", *MOE)
+    assert not Zero(s, RECIPES["bf16"])(randn(1, 4, 32)).any()
+    moe = train.MoE
+    monkeypatch.setattr(train, "MoE", lambda *args: moe(*args))
+    train.train(s)
+    assert "max_load" in records(s.out)[-2] | records(s.out)[-1]
+
+def test_train_any_number_of_processes_has_windows_to_validate(monkeypatch):
+    for processes, windows in (1, 128), (3, 129), (8, 128), (200, 200):
+        monkeypatch.setattr(train, "WORLD", processes)
+        s = train.Config(grad_accum=1, batch_size=1200)
+        assert s.eval_windows == windows
 
 def test_train_a_folder_is_locked_in_one_process_too(settings):
     train.train(s := settings("--recipe", "bf16"))
@@ -1999,7 +2022,8 @@ def test_train_an_edited_or_lost_file_of_ones_own_is_noticed(
     assert f"changed: {mine} is not as it was" in capsys.readouterr().out
     mine.unlink()
     assert "there is no file" in refused("--resume", s.out, "--steps", "10")
-    assert train.load(s.out, recipe="bf16").config.recipe == "bf16"
+    with pytest.warns(UserWarning, match="mine.py is gone, so .* without it"):
+        assert train.load(s.out, recipe="bf16").config.recipe == "bf16"
 
 def test_train_readmes_file_replaces_what_it_says(settings, text, tmp_path):
     """Muon for matrices, attention in BF16, and an end in BF16: it trains, goes on from
@@ -2056,6 +2080,8 @@ def tree(folder):
     ("--sr none,dy", "--sr must be all, none or some of x,w,dy, not none,dy"),
     ("--save-at 3;5", "--save-at takes steps, such as 500,900, not '3;5'"),
     ("--out=", "--out needs a name"),
+    ("--dry-run --data typo.txt", "no data set or file is called 'typo.txt'"),
+    ("--dry-run 3 --batch-size 10 --grad-accum 0", "10 must be a multiple of 3 proc"),
     ("--with none-such.py", "none-such.py"),
     ("--with README.md", "README.md is not a Python file"),
     ("--batch-size 6 --grad-accum 4", "--batch-size 6 must be a multiple of 1"),
@@ -2348,6 +2374,34 @@ def nanogpt(folder, tokens, val, dtype=np.uint16):
 
 def meta(folder, **of):
     (folder / "meta.pkl").write_bytes(pickle.dumps(of))
+
+def test_data_characters_are_no_bytes_though_there_are_256_of_them(
+        tmp_path, monkeypatch):
+    """And a folder of the name of a data set of ours says nothing about it."""
+    stoi = {chr(0x400 + i): i for i in range(256)}
+    own = nanogpt(tmp_path / "python", [1, 2], [3])
+    meta(own, vocab_size=256, stoi=stoi, itos={i: c for c, i in stoi.items()})
+    assert prepare.encode("\u0403", own) == [3] and prepare.decode([3], own) == "\u0403"
+    monkeypatch.chdir(tmp_path)
+    assert prepare.encode("a", "python") == [97]
+
+def test_data_of_a_linked_file_are_those_of_its_folder(settings, tmp_path, text):
+    """val.bin is a link into a folder with other text."""
+    own, other = tmp_path / "own", tmp_path / "other"
+    for folder, n in (own, 3), (other, 5):
+        prepare.write_tokens(str(folder / "train.bin"), 3000 * [n], 256)
+    prepare.write_tokens(other / "val.bin", 3000 * [3], 256)
+    (own / "val.bin").symlink_to(other / "val.bin")
+    s = settings("--recipe", "bf16", "--data", str(own))
+    train.train(s)
+    shards, _, folder = train.load_data(train.parse_args(["--resume", s.out]), 256)
+    assert folder == own and shards[0][0] == 3
+
+def test_data_one_file_is_not_for_training_and_validation(tmp_path):
+    prepare.write_tokens(tmp_path / "train_val.bin", 90 * [1])
+    assert not prepare.has_tokens(tmp_path)
+    with pytest.raises(ValueError, match="no token files"):
+        prepare.token_files(tmp_path)
 
 def test_data_tokens_of_ones_own_have_their_vocabulary(tmp_path, text, capsys):
     """nanoGPT's: no header, uint16, and meta.pkl. As a text it is refused."""
