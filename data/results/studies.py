@@ -73,6 +73,8 @@ def row_flags(row):
 # {format: its row with the RHT on wgrad alone, and with the RHT on all three GEMMs}
 TWO_BY_TWO = {"e2m1": ("e2m1", "e2m1-full-rht"), "e1m2": ("ufp4-rht-wgrad", "ufp4")}
 SQUARE = sum(TWO_BY_TWO.values(), ())           # the four rows of the two by two
+WITHIN_E4M3 = {"e2m1": ("e2m1-e4m3", "e2m1-full-rht-e4m3"),
+               "e1m2": ("ufp4-e4m3-rht-wgrad", "ufp4-e4m3")}
 # Rows that start right after warm-up, not at the last third
 EARLY = [f"{row}-early" for row in SQUARE]
 EARLY_CHANGES = {f"{recipe}-early": [f"{recipe}-{what}-early" for what in whats]
