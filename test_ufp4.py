@@ -1084,6 +1084,30 @@ def test_kernels_native_products_are_chosen_by_recipe_and_gpu(monkeypatch):
         assert not any(native(other))
     assert not any(native(RECIPES["mxfp4"], torch.float64))
 
+@needs_kernels
+def test_kernels_blackwells_path_checks_both_dtypes_and_takes_no_batch_of_gradients(
+        monkeypatch):
+    asked, x = [], randn(32, 32).requires_grad_()
+    monkeypatch.setattr(kernels, "runs_triton", lambda device: True)
+    monkeypatch.setattr(kernels, "architecture", lambda device: "sm_100")
+    monkeypatch.setattr(kernels, "multiplies",
+                        lambda settings, dtype, device: not asked.append(dtype))
+    assert kernels.is_native(RECIPES["nvfp4"], x.bfloat16(), x, None)
+    assert asked == [torch.bfloat16, torch.float32]
+
+    class Quantized(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            return kernels.native(RECIPES["nvfp4"], "dy", "dgrad")(dy)
+
+    with pytest.raises(RuntimeError, match="only a first derivative"):
+        torch.autograd.grad(Quantized.apply(x), x, zeros(3, 32, 32),
+                            is_grads_batched=True)
+
 # The count is of one program's code: on sm_10x an instruction is 128 x 256 x 256 bits
 # of K, and the loop's first step is peeled off it
 @needs_kernels
@@ -1803,6 +1827,23 @@ def test_train_a_signal_stops_one_run_and_not_the_next(settings, monkeypatch, na
     assert signal.getsignal(number) == before and saved(s.out) == [2, 3]
     train.train(train.parse_args(["--resume", s.out]))
     assert records(s.out)[-1]["step"] == 8
+
+def test_train_started_without_ctrl_c_it_ends_by_itself(text):
+    """As a shell script starts a program with &: SIGINT is ignored from the start."""
+    run = subprocess.Popen(
+        [sys.executable, "train.py", "--dry-run", "--data", str(text)], cwd=HERE,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+    while run.poll() is None:
+        run.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+    assert run.returncode == 0
+
+def test_train_a_folder_of_tokens_that_cant_be_made_is_an_error(
+        settings, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(prepare, "ROOT", tmp_path / "file")
+    assert "can't make the tokens of python: " in refused("--data", "python")
 
 def test_train_a_signal_while_it_validates_stops_it_after_the_next_step(
         settings, monkeypatch):

@@ -1194,6 +1194,7 @@ class Unbroken:
 def begin_log(config, run, model, shards):
     """Log and print what runs, and what is not as it was before."""
     old = read_run(config.resume) if config.resume else None
+
     def compared(of):
         names = "data_version", "with_checksum"
         return settings_of(of) | {name: of.get(name) for name in names}
@@ -1383,15 +1384,15 @@ def dry_run(config):
               "activations": micro * activation_bytes(config, vocab_size),
               "the loss, at its peak": micro * 8 * vocab_size}
     say(f"{config.model}: {total / 1e6:,.2f}M parameters, of which a token uses "
-          f"{active / 1e6:,.2f}M (vocabulary: {vocab_size:,})")
+        f"{active / 1e6:,.2f}M (vocabulary: {vocab_size:,})")
     say(f"memory of each process, of {processes}, in GB:")
     for what, size in (*memory.items(), ("in all", sum(memory.values()))):
         say(f"    {what:32} {size / 1e9:9.3f}")
     say(f"activations are what autograd saves of a micro-batch of {micro:,} tokens, "
-          f"in {config.dtype or 'bfloat16'};\n--remat lowers them, and --grad-accum if "
-          "that is more than a sequence")
+        f"in {config.dtype or 'bfloat16'};\n--remat lowers them, and --grad-accum if "
+        "that is more than a sequence")
     say(f"tokens: {config.steps:,} steps of {tokens:,}, {config.steps * tokens:,} in "
-          "all")
+        "all")
 
 # --- The command ---------------------------------------------------------------------
 
