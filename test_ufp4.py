@@ -802,6 +802,23 @@ def test_compiled_is_eager_bit_for_bit_for_all_signs(quantizer):
         graphs.append(counters["unique_graphs"])
     assert 0 < graphs[1] == graphs[3]           # other signs and sizes compile nothing
 
+def test_compiled_code_that_fails_is_plain_torch_for_this_kind_alone(monkeypatch):
+    def compiled(f):
+        def run(quantizer, *args):
+            tried.append(quantizer.fmt.name)
+            if quantizer.fmt is E2M1:
+                raise RuntimeError("no compiler")
+            return f(quantizer, *args)
+        return run
+
+    tried, x, signs = [], randn(128, 128), random_signs(0)
+    monkeypatch.setattr(kernels, "compiled", compiled)
+    with pytest.warns(UserWarning, match="several times as long.*no compiler"):
+        for q in 2 * (Quantizer(E2M1, signs=signs), Quantizer(E1M2, signs=signs)):
+            got = kernels.quantize_operand(q, 16, torch.float32, x)
+            assert torch.equal(got, q(x)) and q.signs is signs
+    assert tried == ["e2m1", "e1m2", "e1m2"]
+
 @compiling()
 def test_compiled_code_misreads_no_view_and_no_row():
     """Torch's own compiled copy forgets that a view is negated. And where blocks don't
