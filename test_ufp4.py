@@ -201,6 +201,24 @@ def test_core_four_bits_keep_every_value(fmt, scale):
         y = q(v, uniform(random_bits(v, gen(1))))
         assert torch.equal(packed.dequantize().nan_to_num(7e7), y.nan_to_num(7e7))
 
+def test_core_four_bits_of_a_quantizer_of_ones_own_are_its_values_or_an_error():
+    class HalfScales(Quantizer):
+        def levels_and_scales(self, x, rand=None):
+            level, s = super().levels_and_scales(x / 2, rand)
+            return level, 2 * s
+
+    class Doubled(Quantizer):
+        def __call__(self, x, rand=None):
+            return 2 * super().__call__(x, rand)
+
+    x, signs = randn(4, 32), random_signs(0)
+    x[1, 3] = NAN
+    packed = ufp4.pack(HalfScales(E2M1, signs=signs), x)
+    plain = Quantizer(E2M1)(x)
+    assert torch.equal(packed.dequantize().nan_to_num(), plain.nan_to_num())
+    with pytest.raises(ValueError, match="what Doubled gives can't be packed"):
+        ufp4.pack(Doubled(E2M1), x)
+
 @every_scale
 @pytest.mark.parametrize("name,stochastic", [("e2m1", False), ("e1m2", True)])
 def test_core_corners(name, scale, stochastic):
@@ -550,6 +568,25 @@ def test_core_experts_of_any_size_in_bfloat16(n, k, recipe):
     for got, expected in zip(*(torch.autograd.grad(v, (x, w), dy)
                                for v in (y, torch.cat(parts)))):
         assert close(got.float(), expected.double(), 40, 7)
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("recipe", ["bf16", ufp4_with(gemms=("fprop",), sr=())])
+def test_core_gradients_of_experts_for_any_strides(recipe, dtype):
+    """Of X, W and dY, in backward passes that are not quantized."""
+    wide, w = randn(40, 70).to(dtype), randn(3, 24, 37, seed=1).to(dtype)[:, :, 5:]
+    offsets, dys = torch.tensor([16, 16, 40]), (
+        torch.ones(()).expand(40, 24), randn(24).expand(40, 24), randn(24, 40).T,
+        randn(40, 33)[:, 5:29])
+    for x in (wide[:, 3:35], wide[:, :64:2], wide.T[:40, :32],
+              wide[:1, :32].expand(40, 32)):
+        x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+        y = ufp4.linear(x, w, recipe, offsets)
+        parts = torch.cat((F.linear(x[:16], w[0]), F.linear(x[16:], w[2])))
+        for dy in dys:
+            for got, expected in zip(*(
+                    torch.autograd.grad(v, (x, w), dy.to(dtype), retain_graph=True)
+                    for v in (y, parts))):
+                assert close(got.float(), expected.double(), 40, 7)
 
 def test_core_a_bias_leaves_the_dtype_of_autocast_as_it_is():
     with torch.autocast("cpu", torch.bfloat16):
@@ -933,9 +970,18 @@ def test_core_convert_refuses_before_changing_anything(message, how):
         ufp4.convert(m, **how)
     assert type(m.a) is type(m.b) is nn.Linear
 
+def test_core_convert_refuses_a_layer_with_a_forward_of_its_own():
+    """Such as a hook of accelerate, which would go on calling nn.Linear's."""
+    m = Tied()
+    m.b.forward = functools.partial(nn.Linear.forward, m.b)
+    with pytest.raises(ValueError, match="layer b has a forward of its own"):
+        ufp4.convert(m)
+    assert type(m.a) is nn.Linear
+
 def test_core_noise_is_the_split_of_each_output_and_leaves_no_trace():
     """Against float64."""
     model, x, seen = ufp4.convert(Tied(), "e2m1"), randn(64, 16), {}
+    model.inner.recipe = model.a.recipe             # no layer: it has no weight
     experts = train.ExpertLinear(2, 16, 45, model.a.recipe)
     nn.init.normal_(experts.weight)
 
@@ -1935,10 +1981,17 @@ def test_train_a_file_of_ones_own_adds_a_recipe(settings, tmp_path, monkeypatch)
     """A process that goes on has it, too. Its name may be that of a module."""
     monkeypatch.setattr(ufp4, "RECIPES", dict(RECIPES))
     (tmp_path / "random.py").write_text(
-        "import ufp4\nclass Mine(ufp4.Recipe):\n    mark = 7\n"
-        "ufp4.RECIPES['mine'] = Mine('mine')\n")
-    s = settings("--with", str(tmp_path / "random.py"), "--recipe", "mine")
-    assert train.make_recipe(s).mark == 7
+        "import ufp4\n"
+        "class Mine(ufp4.Recipe):\n"
+        "    def __init__(self, mark):\n"
+        "        super().__init__('mine', rht=ufp4.GEMMS)\n"
+        "        self.mark = mark\n"
+        "ufp4.RECIPES['mine'] = Mine(7)\n")
+    s = settings("--with", str(tmp_path / "random.py"), "--recipe", "mine", "--rht",
+                 "wgrad", "--seed", "3")
+    made = train.make_recipe(s)
+    assert (made.mark, made.rht, made.signs) == (7, ("wgrad",), random_signs(3))
+    assert RECIPES["ufp4"].rht == ufp4.RECIPES["mine"].rht == GEMMS
     train.train(s)
     assert "recipe mine" in python("train.py", "--resume", s.out).stdout
     ufp4.RECIPES.pop("mine")                # a notebook gets it with the model
@@ -2062,7 +2115,9 @@ def test_train_main_returns_the_loss_and_quotes_what_a_shell_needs(
     out = str(tmp_path / "a run")
     loss = train.main([*TINY, "--recipe", "bf16", "--data", str(text), "--out", out])
     assert loss == records(out)[-1]["val_loss"]
-    assert f"--resume '{out}'" in capsys.readouterr().out
+    assert f"--resume '{out}' --prompt" in capsys.readouterr().out
+    train.main(["--resume", out, "--out", out + " of no steps", "--recipe", "e2m1"])
+    assert "--prompt" not in capsys.readouterr().out        # it saves nothing
     error = said(capsys, 1, train.main,
                  ["--resume", out, "--export", str(tmp_path / "no/x.pt")])
     assert "can't write" in error and not (tmp_path / "no").exists()

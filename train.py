@@ -26,6 +26,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
     signal.signal(signal.SIGINT, lambda *_: sys.exit("train.py: interrupted"))
 
 import argparse
+import copy
 import functools
 import importlib.util
 import itertools
@@ -422,7 +423,13 @@ def make_recipe(config):
                 f"{changes.get(name)}: choose from {', '.join(table)}")
     size = changes.get("rht_block", 1)
     require(size & (size - 1) == 0, f"--rht-block {size} is not a power of two")
-    return replace(recipe, sign_seed=recipe.sign_seed + config.seed, **changes)
+    # (A copy, as a user's own class may carry more than a Recipe's fields)
+    recipe = copy.copy(recipe)
+    changes["sign_seed"] = recipe.sign_seed + config.seed
+    for name, value in changes.items():
+        setattr(recipe, name, value)
+    recipe.__post_init__()
+    return recipe
 
 def split_names(name, text, allowed):
     """"dgrad,wgrad" -> ("dgrad", "wgrad"). Also "all" and "none"."""
@@ -642,8 +649,9 @@ def train(config):
         begin_log(config, run, model, shards)
         with signals_caught() as stop:          # Ctrl-C sets this Event
             val_loss = loop(model, optimizer, shards, val, config, run, stop)
-    say(f"to generate text:  {command_of(config)} --prompt 'def '\n"
-        "to compare runs:   python bench.py runs")
+    if checkpoints(config.out):         # not if a branch had no steps to train
+        say(f"to generate text:  {command_of(config)} --prompt 'def '")
+    say("to compare runs:   python bench.py runs")
     return val_loss
 
 def loop(model, optimizer, shards, val, config, run, stop):
