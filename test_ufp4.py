@@ -2386,7 +2386,7 @@ import json, resource
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 def build(vocab_size, **changes):
-    config = train.replace(train.Config(**json.load(open("config.json"))), **changes)
+    config = train.Config(**(json.load(open("config.json")) | changes))
     model = train.build_model(config, train.make_recipe(config), vocab_size)
     model.init_weights(config.seed)
     return model

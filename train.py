@@ -43,7 +43,7 @@ import time
 import warnings
 import zlib
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 # Torch's threads wait for each other in a busy loop. If another program runs, this
@@ -423,7 +423,7 @@ def make_recipe(config):
                 f"{changes.get(name)}: choose from {', '.join(table)}")
     size = changes.get("rht_block", 1)
     require(size & (size - 1) == 0, f"--rht-block {size} is not a power of two")
-    # (A copy, as a user's own class may carry more than a Recipe's fields)
+    # (Not by dataclasses.replace: a user's own class may carry more than these fields)
     recipe = copy.copy(recipe)
     changes["sign_seed"] = recipe.sign_seed + config.seed
     for name, value in changes.items():
