@@ -1867,8 +1867,19 @@ train.main(flags)"""
     assert left == ["ckpt-0000002", "ckpt-0000004"]
 
 # -- Signals --
+@pytest.fixture
+def in_a_terminal():
+    """Signals as there, also if nohup or a script's & have the tests ignore some."""
+    defaults = {signal.SIGINT: signal.default_int_handler,
+                signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, of) for number, of in defaults.items()}
+    yield
+    for number, of in before.items():
+        signal.signal(number, of)
+
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"])
-def test_train_a_signal_stops_one_run_and_not_the_next(settings, monkeypatch, name):
+def test_train_a_signal_stops_one_run_and_not_the_next(settings, monkeypatch, name,
+                                                       in_a_terminal):
     """Sent to the process in step 2 (counted from 0)."""
     number, answers = getattr(signal, name), []
     real, before = train.lr_factor, signal.getsignal(number)
@@ -1925,7 +1936,8 @@ def test_train_a_signal_while_it_validates_stops_it_after_the_next_step(
     train.train(train.parse_args(["--resume", s.out]))
     assert records(s.out) == records(whole.out)
 
-def test_train_a_terminal_that_closes_stops_the_run_and_saves_it(text, tmp_path):
+def test_train_a_terminal_that_closes_stops_the_run_and_saves_it(text, tmp_path,
+                                                                 in_a_terminal):
     """Its SIGHUP comes when nothing can be printed any more."""
     flags = [*TINY, *"--steps 100000 --save-interval 100000 --recipe bf16".split()]
     pid, terminal = os.forkpty()
@@ -1941,7 +1953,7 @@ def test_train_a_terminal_that_closes_stops_the_run_and_saves_it(text, tmp_path)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
     assert records(tmp_path / "run")[-1]["step"] == saved(tmp_path / "run")[0] > 0
 
-def test_train_a_second_ctrl_c_ends_the_process_at_once(text, tmp_path):
+def test_train_a_second_ctrl_c_ends_the_process_at_once(text, tmp_path, in_a_terminal):
     """Though its main thread waits. nohup's SIGHUP stays ignored."""
     flags = [*TINY, "--recipe", "bf16", "--data", str(text), "--out", "run"]
     wait = """
